@@ -1,0 +1,32 @@
+"""A serving engine for hybrid language models. Importing this package imports neither torch nor pydantic."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridserve.config.schema import EngineConfig
+    from hybridserve.core.request import SamplingParams
+    from hybridserve.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "hybridserve.llm",
+    "SamplingParams": "hybridserve.core.request",
+    "EngineConfig": "hybridserve.config.schema",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hybridserve' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

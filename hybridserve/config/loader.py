@@ -1,0 +1,221 @@
+"""Reads an `EngineConfig` from a YAML file, keyword options and command-line options; later ones win.
+
+Knows keys by the schema alone. Every mistake of a user is one `ConfigError` whose lines each name where the
+value stands, the key, the value and what would be valid. Imports the YAML reader only when there is a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from hybridserve.config.schema import EngineConfig
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextValue:
+    """A value typed on a command line: its type is that of its key."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    key: str
+    value: object
+    origin: str
+
+
+@cache
+def config_keys() -> dict[str, FieldInfo]:
+    """Every key that holds a value, dotted, in the schema's order."""
+    return dict(_leaves(EngineConfig, ""))
+
+
+def _leaves(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from _leaves(info.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info
+
+
+@cache
+def _sections() -> frozenset[str]:
+    return frozenset(key.rpartition(".")[0] for key in config_keys()) - {""}
+
+
+def load_config(
+    model: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> EngineConfig:
+    """The settings of `file`, changed by `overrides`, changed by `model`.
+
+    `overrides` maps keys to values: dotted (`cache.block_size`), nested (`cache={"block_size": 32}`), or by
+    the last part alone where only one key ends in it (`block_size`); a top-level key always wins. A
+    `TextValue` is converted to the type of its key. Raises ConfigError.
+    """
+    settings = list(_from_file(Path(file))) if file is not None else []
+    for name, value in (overrides or {}).items():
+        origin = f"--{name}" if isinstance(value, TextValue) else f"option {name}"
+        settings += _flatten(_resolve(name, value, origin), value, origin)
+    if model is not None:
+        settings.append(_Setting("model", os.fspath(model), "model"))
+    if all(setting.key != "model" for setting in settings):
+        raise ConfigError(f"{file or 'options'}: model: is required: a directory, a hub id, or demo")
+    return _validate(settings)
+
+
+def _resolve(name: str, value: object, origin: str) -> str:
+    """The dotted key, or section, that an option's name means."""
+    keys = config_keys()
+    if name in keys or name in _sections():
+        return name
+    matches = [key for key in keys if key.endswith(f".{name}")]
+    if len(matches) == 1:
+        return matches[0]
+    raise _unknown(name, value, origin)
+
+
+def _unknown(name: str, value: object, origin: str) -> ConfigError:
+    by_spelling = {key.rpartition(".")[2]: key for key in reversed(config_keys())}
+    by_spelling |= {key: key for key in [*config_keys(), *_sections()]}
+    near = difflib.get_close_matches(name, by_spelling, n=1) or difflib.get_close_matches(
+        name.rpartition(".")[2], by_spelling, n=1
+    )
+    hint = f"did you mean {by_spelling[near[0]]!r}?" if near else f"valid keys: {', '.join(config_keys())}"
+    return ConfigError(f"{origin}: unknown key {name!r} (value {_show(value)}); {hint}")
+
+
+def _flatten(
+    key: str, value: object, origin: str, origin_of: Callable[[object], str] | None = None
+) -> Iterator[_Setting]:
+    """The settings that a key's value holds: itself, or those of a section, each of its own origin."""
+    if key not in _sections():
+        yield _Setting(key, value, origin)
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin}: {key}: {_show(value)} is not a set of keys")
+    for name, inner in value.items():
+        where = origin_of(name) if origin_of else origin
+        if f"{key}.{name}" not in config_keys():
+            raise _unknown(f"{key}.{name}", inner, where)
+        yield _Setting(f"{key}.{name}", inner, where)
+
+
+def _validate(settings: list[_Setting]) -> EngineConfig:
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for setting in settings:
+        section, _, name = setting.key.rpartition(".")
+        home = values.setdefault(section, {}) if section else values
+        home[name] = (
+            _typed(setting.key, setting.value.text) if isinstance(setting.value, TextValue) else setting.value
+        )
+        origins[setting.key] = setting.origin
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        lines: dict[str, str] = {}  # the first problem of each key: a union reports one for every member
+        for problem in error.errors(include_url=False):
+            key = ".".join(str(part) for part in problem["loc"][:2] if isinstance(part, str))
+            key = key if key in origins else str(problem["loc"][0])
+            reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+            lines.setdefault(key, f"{origins[key]}: {key}: {_show(problem['input'])}: {reason}")
+        raise ConfigError("\n".join(lines.values())) from None
+
+
+def _typed(key: str, text: str) -> object:
+    """Text from a command line or an environment variable, as a value of the key's type where it is one.
+
+    What is not stays text, for the schema to refuse with its own words.
+    """
+    lax = TypeAdapter[Any](cast("type[Any]", config_keys()[key].annotation))
+    for candidate in (None, text) if text == "null" else (text,):
+        try:
+            return lax.validate_python(candidate)
+        except ValidationError:
+            continue
+    return text
+
+
+def _from_file(path: Path) -> Iterator[_Setting]:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        tree = YAML(typ="rt").load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(
+            f"{where}: {(error.problem or error.context or 'is not YAML').splitlines()[0]}"
+        ) from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    if not isinstance(tree, CommentedMap):
+        raise ConfigError(f"{path}: holds no keys")
+
+    for name, value in tree.items():
+        where = _line(path, tree, name)
+        if name not in config_keys() and name not in _sections():
+            raise _unknown(str(name), value, where)
+        for setting in _flatten(str(name), value, where, partial(_line, path, value)):
+            yield replace(setting, value=_expand(_plain(setting.value), setting.key, setting.origin))
+
+
+def _line(path: Path, mapping: Any, name: object) -> str:
+    try:
+        return f"{path}:{mapping.lc.key(name)[0] + 1}"
+    except KeyError:  # a key that came by a YAML merge has no line of its own
+        return f"{path}:{mapping.lc.line + 1}"
+
+
+def _plain(value: object) -> object:
+    """The YAML reader's numbers and texts remember how they were spelled; the schema wants plain ones."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def _expand(value: object, key: str, origin: str) -> object:
+    """Replaces ${NAME} by the environment's value; the result has the key's type, as on a command line."""
+    if not isinstance(value, str) or not _VARIABLE.search(value):
+        return value
+
+    def variable(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise ConfigError(f"{origin}: {key}: {value!r}: the environment variable {match[1]} is not set")
+        return os.environ[match[1]]
+
+    return TextValue(_VARIABLE.sub(variable, value))
+
+
+def _show(value: object) -> str:
+    text = repr(value.text if isinstance(value, TextValue) else value)
+    return text if len(text) <= 80 else text[:77] + "..."

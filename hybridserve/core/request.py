@@ -1,0 +1,234 @@
+"""A request from arrival to finish, and the sampling parameters that a user gives it.
+
+Knows token ids and counters; does not know text, tensors or memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen. Raises ValueError, naming the field, for a value without sense.
+
+    n: independent continuations of the prompt.
+    temperature: 0 is greedy; otherwise logits are divided by it.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    top_p: keep the smallest set of tokens whose probabilities sum to at least this; (0, 1].
+    min_p: drop tokens less likely than this share of the most likely one's probability; [0, 1].
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated, once or per
+        occurrence; [-2, 2].
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output; > 0.
+    logit_bias: token id -> value added to its logit.
+    max_tokens: tokens to generate at most; 0 only with prompt_logprobs, and only once (n = 1).
+    min_tokens: tokens before which no end-of-sequence or stop token may be drawn (nor a text end).
+    stop: strings that end the text; they are not part of it.
+    stop_token_ids: tokens that end the sequence, as the model's own end-of-sequence tokens do.
+    ignore_eos: go on after an end-of-sequence token.
+    seed: makes the draw repeatable, whatever else is running.
+    logprobs: report the log-probability of each generated token and of this many most likely ones.
+    prompt_logprobs: the same for the tokens of the prompt.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _sequence("stop", stop, str, "strings"))
+        object.__setattr__(
+            self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, int, "token ids")
+        )
+        if any(not text for text in self.stop):
+            raise ValueError("stop: an empty string would end every text at once")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise ValueError("stop_token_ids: a token id can't be negative")
+        _whole("n", self.n, 1, MAX_N)
+        _whole("top_k", self.top_k, -1)
+        _whole("max_tokens", self.max_tokens, 0)
+        _whole("min_tokens", self.min_tokens, 0)
+        _number("temperature", self.temperature, 0.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos: {self.ignore_eos!r} is neither True nor False")
+        if self.top_p == 0:
+            raise ValueError("top_p: 0 would leave no token to draw; use temperature=0 for greedy")
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty: 0 is not above 0; 1 means no penalty")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 asks for nothing; it is only of use with prompt_logprobs")
+        if self.max_tokens == 0 and self.n > 1:
+            raise ValueError(f"n: {self.n} continuations of no tokens (max_tokens is 0)")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: {self.min_tokens} is above max_tokens ({self.max_tokens})")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError("logit_bias: must map token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0)
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+                raise ValueError(f"logit_bias: {bias!r} for token {token} is not a number")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it by more than the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _sequence(name: str, values: object, kind: type, noun: str) -> tuple:  # type: ignore[type-arg]
+    if not isinstance(values, list | tuple) or any(
+        isinstance(v, bool) or not isinstance(v, kind) for v in values
+    ):
+        raise ValueError(f"{name}: {values!r} is not a list of {noun}")
+    return tuple(values)
+
+
+def _whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: {value!r} is not a whole number")
+    _range(name, value, least, most)
+
+
+def _number(name: str, value: object, least: float, most: float | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}: {value!r} is not a finite number")
+    _range(name, value, least, most)
+
+
+def _range(name: str, value: float, least: float, most: float | None) -> None:
+    if value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}: {value!r} is out of range ({allowed})")
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # holds no memory: new, or preempted and to be computed again
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Only the scheduler and the cache manager change it.
+
+    There are no phases (D5): a sequence has `num_tokens` tokens of which `num_computed` are in the caches; a
+    step closes part of the gap. `num_pending` of the tokens were drawn by steps that are still in flight, at
+    most one each: they count, but their ids are not known yet.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    adapter: str | None = None
+    parent_id: str | None = None
+    """The request that this one forked from (params.n > 1), and `index` among its continuations."""
+    index: int = 0
+    arrival_seq: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    num_pending: int = 0
+    num_preemptions: int = 0
+    block_ids: tuple[int, ...] = ()
+    state_slot: int = 0
+    last_step: int = -1
+    """The newest step that this sequence was part of; until it has finished, what the sequence holds may be
+    written."""
+    max_computed: int = 0
+    """Tokens that will be computed at most, by the limits on length: the last token drawn never is."""
+    order: tuple[int, int, int] = (0, 0, 0)
+    """Who goes first: smaller before larger. Unique, and fixed on arrival."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+
+    @property
+    def num_runnable(self) -> int:
+        """Tokens that could be computed now."""
+        if self.num_pending and self.params.has_penalties:
+            return 0  # a draw looks at the tokens before it, and one of them is not known yet
+        return min(self.num_tokens, self.max_computed) - self.num_computed
+
+    @property
+    def child_ids(self) -> list[str]:
+        """The ids of the continuations that fork from this request after its prompt (params.n > 1)."""
+        count = self.params.n if self.parent_id is None else 1
+        return [f"{self.id}#{index}" for index in range(1, count)]
+
+    def children(self) -> list[Request]:
+        """The continuations that fork from this request, while a step is drawing their first token."""
+        return [
+            Request(
+                id=child_id,
+                prompt_ids=self.prompt_ids,
+                params=self.params,
+                priority=self.priority,
+                adapter=self.adapter,
+                parent_id=self.id,
+                index=index,
+                arrival_seq=self.arrival_seq,
+                num_pending=1,
+                max_computed=self.max_computed,
+                order=(*self.order[:2], index),
+            )
+            for index, child_id in enumerate(self.child_ids, start=1)
+        ]
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """The known ids of positions start .. end."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
+            return self.prompt_ids[start:end]
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.prompt_ids[start:] + self.output_ids[: end - num_prompt]

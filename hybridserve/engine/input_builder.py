@@ -1,0 +1,318 @@
+"""Turns a scheduled step into flat arrays: the only thing that crosses from rank 0 to all ranks (D6).
+
+Knows requests and their parameters; does not know tensors or the model. Numbers that repeat every step of a request
+(its key for random draws, its row of the block table) are kept between steps and dropped when the scheduler says that
+the request's memory is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from hybridserve.core.request import Request
+    from hybridserve.core.step import ScheduledSequence, ScheduledStep
+
+BANNED = float(np.finfo(np.float32).min)
+"""Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
+
+
+@dataclass(slots=True)
+class SamplingInput:
+    """How `R` tokens are drawn. Columns that no row of the step needs are None."""
+
+    rows: np.ndarray  # [R] int64, flat index of the token whose logits are drawn from
+    temperature: np.ndarray  # [R] float32, 0 is greedy
+    uniform: np.ndarray  # [R] float64 in [0, 1), the draw
+    top_k: np.ndarray | None = None  # [R] int64, 0 is off
+    top_p: np.ndarray | None = None  # [R] float32
+    min_p: np.ndarray | None = None  # [R] float32
+    num_logprobs: np.ndarray | None = None  # [R] int64, -1 is none
+    bias: tuple[np.ndarray, np.ndarray, np.ndarray] | None = (
+        None  # rows into R, tokens, float32 values to add
+    )
+    penalties: PenaltyInput | None = None
+
+
+@dataclass(slots=True)
+class PenaltyInput:
+    """Token counts of the rows that have penalties, as triples; a token may stand in several."""
+
+    row: np.ndarray  # [N] int64, row into R
+    token: np.ndarray  # [N] int64
+    num_generated: np.ndarray  # [N] float32, occurrences in the output; 0 where it stands in the prompt only
+    presence: np.ndarray  # [R] float32
+    frequency: np.ndarray  # [R] float32
+    repetition: np.ndarray  # [R] float32
+
+
+@dataclass(slots=True)
+class PromptLogprobsInput:
+    """Positions of prompts whose next token's log-probability was asked for."""
+
+    rows: np.ndarray  # [P] int64, flat index of the token before
+    targets: np.ndarray  # [P] int64, the prompt token that follows
+    num_top: int  # how many most likely tokens to report: the most that any of them asks for
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One step for a worker. `T` tokens of `S` sequences laid end to end; see kernels' interfaces for the meaning."""
+
+    step_id: int
+    input_ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    slot_mapping: np.ndarray  # [T] int64
+    query_start: np.ndarray  # [S + 1] int64
+    seq_lens: np.ndarray  # [S] int64
+    block_table: np.ndarray  # [S, B] int32
+    state_slots: np.ndarray  # [S] int64
+    has_state: np.ndarray  # [S] bool
+    pending: (
+        np.ndarray
+    )  # [Q, 2] int64: flat token index, row of the step before whose draw is this token's id
+    sampling: SamplingInput | None
+    prompt_logprobs: PromptLogprobsInput | None
+    state_copies: np.ndarray  # [C, 2] int64: source, destination
+    block_copies: np.ndarray  # [C, 2] int64
+
+
+@dataclass(slots=True)
+class BuiltStep:
+    """A step's input, and what rank 0 needs to read its result."""
+
+    input: StepInput
+    sample_ids: list[str]
+    """[R] the request that each drawn token belongs to."""
+    prompt_spans: list[tuple[str, int]]
+    """For each request with prompt log-probabilities in this step: its id and how many positions, in row order."""
+
+
+@dataclass(slots=True)
+class _Resident:
+    """What stays the same, or only grows, while a request holds memory."""
+
+    blocks: np.ndarray = field(default_factory=lambda: np.zeros(8, dtype=np.int32))
+    num_blocks: int = 0
+
+
+class InputBuilder:
+    """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw from.
+
+    With `buckets`, a step is padded to the next larger bucket of tokens by sequences of one token that live in the
+    null block and the null slot (D8); captured graphs need that.
+    """
+
+    def __init__(
+        self, *, block_size: int, seed: int, eos_token_ids: Sequence[int] = (), buckets: Sequence[int] = ()
+    ) -> None:
+        self._block_size = block_size
+        self._seed = seed
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._buckets = sorted(buckets)
+        self._resident: dict[str, _Resident] = {}
+        self._previous_rows: dict[str, int] = {}
+        self._num_prompt_scored: dict[str, int] = {}
+
+    def build(self, step: ScheduledStep, requests: Mapping[str, Request]) -> BuiltStep:
+        for request_id in step.finished:
+            self._resident.pop(request_id, None)
+        for request_id in [i for i in self._num_prompt_scored if i not in requests]:
+            del self._num_prompt_scored[request_id]
+        sequences = step.sequences
+        num_padding = self._num_padding(sum(seq.length for seq in sequences))
+        lengths = np.array([seq.length for seq in sequences] + [1] * num_padding, dtype=np.int64)
+        starts = np.array([seq.start for seq in sequences] + [0] * num_padding, dtype=np.int64)
+        query_start = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        block_table = self._block_table(sequences, num_padding)
+        input_ids, pending = self._tokens(sequences, requests, query_start)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, lengths)
+        blocks = block_table[row, positions // self._block_size].astype(np.int64)
+        sampling, sample_ids = self._sampling(sequences, requests, query_start)
+        prompt_logprobs, prompt_spans = self._prompt_logprobs(sequences, requests, query_start)
+        step_input = StepInput(
+            step_id=step.step_id,
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            query_start=query_start,
+            seq_lens=starts + lengths,
+            block_table=block_table,
+            state_slots=np.array([seq.state_slot for seq in sequences] + [0] * num_padding, dtype=np.int64),
+            has_state=np.array([seq.has_state for seq in sequences] + [False] * num_padding, dtype=np.bool_),
+            pending=pending,
+            sampling=sampling,
+            prompt_logprobs=prompt_logprobs,
+            state_copies=np.array(step.state_copies, dtype=np.int64).reshape(-1, 2),
+            block_copies=np.array(step.block_copies, dtype=np.int64).reshape(-1, 2),
+        )
+        self._previous_rows = {request_id: row for row, request_id in enumerate(sample_ids)}
+        return BuiltStep(step_input, sample_ids, prompt_spans)
+
+    def _num_padding(self, num_tokens: int) -> int:
+        return next((bucket - num_tokens for bucket in self._buckets if bucket >= num_tokens), 0)
+
+    def _block_table(self, sequences: Sequence[ScheduledSequence], num_padding: int) -> np.ndarray:
+        """[S, B]; 0, the null block, beyond each sequence's blocks."""
+        width = max((len(seq.block_ids) for seq in sequences), default=0)
+        table = np.zeros((len(sequences) + num_padding, max(width, 1)), dtype=np.int32)
+        for row, seq in enumerate(sequences):
+            resident = self._resident.setdefault(seq.request_id, _Resident())
+            num_blocks, known = len(seq.block_ids), resident.num_blocks
+            if num_blocks > known:
+                if num_blocks > len(resident.blocks):
+                    resident.blocks = np.resize(resident.blocks, 2 * num_blocks)
+                resident.blocks[known:num_blocks] = seq.block_ids[known:]
+                resident.num_blocks = num_blocks
+            table[row, :num_blocks] = resident.blocks[:num_blocks]
+        return table
+
+    def _tokens(
+        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        input_ids = np.zeros(query_start[-1], dtype=np.int64)
+        pending = []
+        first = 0
+        for seq in sequences:
+            request = requests[seq.request_id]
+            end = seq.start + seq.length
+            if end > request.num_known:
+                pending.append((first + seq.length - 1, self._previous_rows[seq.request_id]))
+                end = request.num_known
+            input_ids[first : first + end - seq.start] = request.token_ids(seq.start, end)
+            first += seq.length
+        return input_ids, np.array(pending, dtype=np.int64).reshape(-1, 2)
+
+    def _sampling(
+        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
+    ) -> tuple[SamplingInput | None, list[str]]:
+        drawing = [
+            (row, requests[request_id]) for row, seq in enumerate(sequences) for request_id in seq.samples
+        ]
+        if not drawing:
+            return None, []
+        drawn = [request for _, request in drawing]
+        num_drawn = [sequences[row].start + sequences[row].length - r.num_prompt for row, r in drawing]
+        params = [request.params for request in drawn]
+        sampling = SamplingInput(
+            rows=query_start[[row + 1 for row, _ in drawing]] - 1,
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            uniform=self._uniform(drawn, num_drawn),
+        )
+        if any(p.top_k > 0 for p in params):
+            sampling.top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
+        if any(p.top_p < 1 for p in params):
+            sampling.top_p = np.array([p.top_p for p in params], dtype=np.float32)
+        if any(p.min_p > 0 for p in params):
+            sampling.min_p = np.array([p.min_p for p in params], dtype=np.float32)
+        if any(p.logprobs is not None for p in params):
+            sampling.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params])
+        sampling.bias = self._bias(drawn, num_drawn)
+        if any(p.has_penalties for p in params):
+            sampling.penalties = _penalties(drawn)
+        return sampling, [request.id for request in drawn]
+
+    def _uniform(self, requests: Sequence[Request], num_drawn: Sequence[int]) -> np.ndarray:
+        """One number in [0, 1) a draw: a hash of (seed, continuation, how many tokens were drawn before).
+
+        So a draw depends neither on the company in the batch nor on preemption. A request without a seed gets the
+        engine's, and its order of arrival as a continuation of its own.
+        """
+        seeds = np.array(
+            [self._seed if r.params.seed is None else r.params.seed & (2**64 - 1) for r in requests],
+            dtype=np.uint64,
+        )
+        streams = np.array(
+            [r.index + (0 if r.params.seed is not None else (r.arrival_seq + 1) << 16) for r in requests],
+            dtype=np.uint64,
+        )
+        draws = np.array(num_drawn, dtype=np.uint64)
+        return (_mix(_mix(_mix(seeds) + streams) + draws) >> np.uint64(32)) / 2.0**32
+
+    def _bias(
+        self, requests: Sequence[Request], num_drawn: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, (request, drawn) in enumerate(zip(requests, num_drawn, strict=True)):
+            params = request.params
+            if params.logit_bias:
+                rows += [row] * len(params.logit_bias)
+                tokens += params.logit_bias.keys()
+                values += (max(value, BANNED) for value in params.logit_bias.values())
+            if drawn < params.min_tokens:
+                banned = set(params.stop_token_ids)
+                if not params.ignore_eos:
+                    banned.update(self._eos_token_ids)
+                rows += [row] * len(banned)
+                tokens += banned
+                values += [BANNED] * len(banned)
+        if not rows:
+            return None
+        return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)
+
+    def _prompt_logprobs(
+        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
+    ) -> tuple[PromptLogprobsInput | None, list[tuple[str, int]]]:
+        rows: list[int] = []
+        targets: list[int] = []
+        spans: list[tuple[str, int]] = []
+        num_top = 0
+        for row, seq in enumerate(sequences):
+            request = requests[seq.request_id]
+            if request.params.prompt_logprobs is None or request.index > 0:
+                continue
+            # a recomputed prompt is not scored again
+            begin = max(seq.start, self._num_prompt_scored.get(request.id, 0))
+            end = min(seq.start + seq.length, request.num_prompt - 1)
+            if begin >= end:
+                continue
+            first = int(query_start[row]) - seq.start
+            rows += range(first + begin, first + end)
+            targets += request.prompt_ids[begin + 1 : end + 1]
+            spans.append((request.id, end - begin))
+            self._num_prompt_scored[request.id] = end
+            num_top = max(num_top, request.params.prompt_logprobs)
+        if not rows:
+            return None, []
+        return PromptLogprobsInput(np.array(rows), np.array(targets), num_top), spans
+
+
+def _penalties(requests: Sequence[Request]) -> PenaltyInput:
+    rows, tokens, counts = [], [], []
+    for row, request in enumerate(requests):
+        if not request.params.has_penalties:
+            continue
+        generated, occurrences = np.unique(np.array(request.output_ids, dtype=np.int64), return_counts=True)
+        prompt_only = np.setdiff1d(np.array(request.prompt_ids, dtype=np.int64), generated)
+        tokens += [generated, prompt_only]
+        counts += [occurrences, np.zeros(len(prompt_only))]
+        rows.append(np.full(len(generated) + len(prompt_only), row))
+    params = [request.params for request in requests]
+    return PenaltyInput(
+        row=np.concatenate(rows),
+        token=np.concatenate(tokens),
+        num_generated=np.concatenate(counts).astype(np.float32),
+        presence=np.array([p.presence_penalty for p in params], dtype=np.float32),
+        frequency=np.array([p.frequency_penalty for p in params], dtype=np.float32),
+        repetition=np.array([p.repetition_penalty for p in params], dtype=np.float32),
+    )
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014) after its increment."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed

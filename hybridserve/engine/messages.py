@@ -1,0 +1,57 @@
+"""What goes into an engine and what comes out of it. Token ids and numbers only; knows no text and no tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from hybridserve.core.request import FinishReason, SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt. `arrival` is in monotonic seconds."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    adapter: str | None = None
+    priority: int = 0
+    arrival: float = 0.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of the raw distribution at one position.
+
+    The first id is the token that stands there, `rank` its place among all (1 is the most likely); the most likely
+    tokens follow, best first.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one finished sequence; times in monotonic seconds."""
+
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    finished: float
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sequence gained in one step. `finish_reason` and `metrics` are set in its last output."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None

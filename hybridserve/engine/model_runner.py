@@ -1,0 +1,116 @@
+"""Runs the model over one step's arrays. Knows tensors and the arena; knows no request (D6)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybridserve.engine import sampler
+from hybridserve.engine.sampler import LogprobsOutput
+from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
+from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
+from hybridserve.layers.context import ForwardContext
+
+if TYPE_CHECKING:
+    from hybridserve.engine.arena import Arena
+    from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
+    from hybridserve.models.base import CausalLM
+
+PROMPT_LOGPROBS_ROWS = 128
+"""Prompt rows whose logits exist at the same time: 128 x 65,536 float32 logits are 32 MiB."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step yields: one id for each of `StepInput.sampling.rows` (-1: its logits were not finite)."""
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: LogprobsOutput | None = None
+    prompt_logprobs: LogprobsOutput | None = None
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+
+
+class ModelRunner:
+    """Holds the weights, the arena, and the tokens that the last step drew, which the next step may need before the
+    scheduler has seen them."""
+
+    def __init__(self, model: CausalLM, arena: Arena, attention: AttentionBackend, ssm: SSMBackend) -> None:
+        self.model = model
+        self.arena = arena
+        self._attention = attention
+        self._ssm = ssm
+        self._device = arena.buffer.device
+        self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> StepOutput:
+        start = time.perf_counter()
+        self._copy_units(step)
+        hidden = self.model(self._input_ids(step), self._context(step))
+        forwarded = time.perf_counter()
+        output = StepOutput(step.step_id, [])
+        if step.prompt_logprobs is not None:
+            output.prompt_logprobs = self._prompt_logprobs(hidden, step.prompt_logprobs)
+        if step.sampling is not None:
+            logits = self.model.logits(hidden[self._to_device(step.sampling.rows)])
+            self._drawn, output.logprobs = sampler.sample(logits, step.sampling)
+            output.token_ids = self._drawn.tolist()
+        output.forward_seconds = forwarded - start
+        output.sample_seconds = time.perf_counter() - forwarded
+        return output
+
+    def _copy_units(self, step: StepInput) -> None:
+        if len(step.block_copies):
+            self.arena.copy_blocks(*self._to_device(step.block_copies).unbind(1))
+        if len(step.state_copies):
+            self.arena.copy_slots(*self._to_device(step.state_copies).unbind(1))
+
+    def _input_ids(self, step: StepInput) -> torch.Tensor:
+        input_ids = self._to_device(step.input_ids)
+        if len(step.pending):
+            place, source = self._to_device(step.pending).unbind(1)
+            input_ids[place] = self._drawn[source].clamp(min=0)
+        return input_ids
+
+    def _context(self, step: StepInput) -> ForwardContext:
+        query_start = self._to_device(step.query_start)
+        query_lens = np.diff(step.query_start)
+        lens = query_lens.tolist()
+        attention = AttentionMetadata(
+            query_start=query_start,
+            seq_lens=self._to_device(step.seq_lens),
+            block_table=self._to_device(step.block_table).to(torch.int64),
+            slot_mapping=self._to_device(step.slot_mapping),
+            query_lens=lens,
+            context_lens=(step.seq_lens - query_lens).tolist(),
+        )
+        ssm = SSMMetadata(
+            query_start=query_start,
+            state_slots=self._to_device(step.state_slots),
+            has_state=self._to_device(step.has_state),
+            query_lens=lens,
+        )
+        return ForwardContext(
+            positions=self._to_device(step.positions),
+            attention=self._attention.prepare(attention),
+            ssm=self._ssm.prepare(ssm),
+            caches=self.arena.views,
+        )
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, wanted: PromptLogprobsInput) -> LogprobsOutput:
+        parts = []
+        for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
+            rows = wanted.rows[first : first + PROMPT_LOGPROBS_ROWS]
+            targets = self._to_device(wanted.targets[first : first + PROMPT_LOGPROBS_ROWS])
+            logits = self.model.logits(hidden[self._to_device(rows)])
+            parts.append(sampler.logprobs(logits, targets, wanted.num_top, rows.tolist()))
+        return LogprobsOutput.concatenate(parts)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,0 +1,295 @@
+"""Derives everything that a configuration leaves open, and says what it costs (D11). Reads no weights.
+
+Knows shapes, bytes and backends; knows no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+import torch
+
+from hybridserve.core.cache_spec import CacheLayout
+from hybridserve.distributed.tp import TPGroup
+from hybridserve.kernels.registry import Capabilities, select
+from hybridserve.layers.context import BuildContext
+from hybridserve.models.config import checkpoint_dtype, load_hf_config
+from hybridserve.models.registry import build_model
+from hybridserve.quant.unquantized import UnquantizedFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hybridserve.config.schema import EngineConfig
+    from hybridserve.kernels.attention.interface import AttentionBackend
+    from hybridserve.kernels.gemm.interface import GemmBackend
+    from hybridserve.kernels.moe.interface import MoEBackend
+    from hybridserve.kernels.ssm.interface import SSMBackend
+
+OPERATORS = ("attention", "ssm", "gemm", "moe")
+
+UNLIMITED_MODEL_LEN = 1 << 20
+"""`max_model_len` of a model that sets no limit of its own (pure state models)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What runs an operator, and each candidate's reason for not being it."""
+
+    name: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """All that is derived from a configuration and a checkpoint's config.json."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    cache_dtype: str
+    state_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    layout: CacheLayout
+    backends: Mapping[str, BackendChoice]
+    parameters_total: int
+    parameters_active: int
+    """Parameters read a token; the input embedding, of which one row is read, is left out."""
+    weight_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.layout.num_slabs * self.layout.slab_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layout.bytes_per_block // self.layout.block_size
+
+    def capacity(self) -> list[tuple[int, int]]:
+        """(tokens a sequence, sequences that fit together) at powers of four up to `max_model_len`."""
+        lengths = [256 * 4**power for power in range(8) if 256 * 4**power < self.max_model_len]
+        return [(length, self.layout.max_sequences(length)) for length in [*lengths, self.max_model_len]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `hybridserve plan --json`."""
+        return {
+            "model": self.model,
+            "architecture": self.architecture,
+            "device": self.device,
+            "dtype": self.dtype,
+            "cache_dtype": self.cache_dtype,
+            "state_dtype": self.state_dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "parameters_total": self.parameters_total,
+            "parameters_active": self.parameters_active,
+            "weight_bytes_per_gpu": self.weight_bytes,
+            "kv_bytes_per_token_per_gpu": self.kv_bytes_per_token,
+            "state_bytes_per_sequence_per_gpu": self.layout.bytes_per_slot,
+            "arena_bytes_per_gpu": self.arena_bytes,
+            "block_size": self.layout.block_size,
+            "bytes_per_block": self.layout.bytes_per_block,
+            "num_slabs": self.layout.num_slabs,
+            "slab_bytes": self.layout.slab_bytes,
+            "blocks_per_slab": self.layout.blocks_per_slab,
+            "slots_per_slab": self.layout.slots_per_slab,
+            "capacity": [{"tokens": tokens, "sequences": count} for tokens, count in self.capacity()],
+            "backends": {op: asdict(choice) for op, choice in self.backends.items()},
+        }
+
+    def table(self) -> str:
+        """The plan as the few lines that an engine prints when it starts."""
+        layout = self.layout
+        per_slab = []
+        if layout.blocks_per_slab:
+            per_slab.append(f"{layout.blocks_per_slab} blocks")
+        if layout.slots_per_slab:
+            per_slab.append(f"{layout.slots_per_slab} slots")
+        rows = [
+            ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
+            (
+                "weights",
+                f"{_size(self.weight_bytes)}, {_count(self.parameters_total)} parameters, "
+                f"{_count(self.parameters_active)} read a token",
+            ),
+            (
+                "arena",
+                f"{_size(self.arena_bytes)}: {layout.num_slabs} slabs of {_size(layout.slab_bytes)}, "
+                f"each {' or '.join(per_slab)}",
+            ),
+        ]
+        if layout.blocks_per_slab:
+            rows.append(
+                (
+                    "block",
+                    f"{layout.block_size} tokens, {_size(layout.bytes_per_block)} "
+                    f"({_size(self.kv_bytes_per_token)} a token), {self.cache_dtype}",
+                )
+            )
+        if layout.slots_per_slab:
+            rows.append(
+                ("slot", f"{_size(layout.bytes_per_slot)} a sequence, recurrent state {self.state_dtype}")
+            )
+        fits = ", ".join(f"{count:,} x {tokens:,}" for tokens, count in self.capacity())
+        rows.append(("fits", f"{fits} tokens"))
+        rows.append(
+            ("limits", f"{self.max_num_seqs} sequences, {self.max_num_batched_tokens:,} tokens a step")
+        )
+        for op, choice in self.backends.items():
+            why = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
+            rows.append((op, choice.name + (f" ({why})" if why else "")))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def make_plan(config: EngineConfig, model_path: Path) -> EnginePlan:
+    """Plan an engine. ValueError, naming the key, where the configuration and the model or machine do not agree."""
+    hf_config = load_hf_config(model_path)
+    device = "cpu"
+    dtype = checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype
+    backends = _choose_backends(config, Capabilities(device=device, dtype=dtype))
+    cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
+    context = _build_context(
+        {op: choice.name for op, choice in backends.items()},
+        Capabilities(device=device, dtype=dtype),
+        cache_dtype,
+        config.cache.state_dtype,
+        config.max_model_len,
+        torch.device("meta"),
+    )
+    model = build_model(hf_config, context)
+    max_model_len = _max_model_len(config.max_model_len, model.max_position_embeddings)
+    layout = _layout(config, context, max_model_len)
+    return EnginePlan(
+        model=str(config.model),
+        architecture=hf_config["architectures"][0],
+        device=device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        state_dtype=config.cache.state_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        layout=layout,
+        backends=backends,
+        parameters_total=context.weights.num_parameters,
+        parameters_active=round(context.weights.num_active_parameters),
+        weight_bytes=context.weights.num_bytes,
+    )
+
+
+def build_context(plan: EnginePlan, device: torch.device) -> BuildContext:
+    """What layers are built from, as the plan says."""
+    return _build_context(
+        {op: choice.name for op, choice in plan.backends.items()},
+        Capabilities(device=plan.device, dtype=plan.dtype),
+        plan.cache_dtype,
+        plan.state_dtype,
+        plan.max_model_len,
+        device,
+    )
+
+
+def _build_context(
+    chosen: Mapping[str, str],
+    capabilities: Capabilities,
+    cache_dtype: str,
+    state_dtype: str,
+    max_model_len: int | None,
+    device: torch.device,
+) -> BuildContext:
+    backends = {op: select(op, chosen[op], capabilities).backend for op in OPERATORS}
+    moe = cast("MoEBackend", backends["moe"])
+    return BuildContext(
+        dtype=getattr(torch, capabilities.dtype),
+        device=device,
+        tp=TPGroup.single(),
+        format=UnquantizedFormat(cast("GemmBackend", backends["gemm"]), moe),
+        attention=cast("AttentionBackend", backends["attention"]),
+        ssm=cast("SSMBackend", backends["ssm"]),
+        moe=moe,
+        cache_dtype=cache_dtype,
+        state_dtype=state_dtype,
+        max_model_len=max_model_len,
+    )
+
+
+def _choose_backends(config: EngineConfig, capabilities: Capabilities) -> dict[str, BackendChoice]:
+    chosen = {}
+    for op in OPERATORS:
+        choice = select(op, getattr(config.kernels, op), capabilities)
+        chosen[op] = BackendChoice(choice.name, choice.rejected)
+    return chosen
+
+
+def _max_model_len(wanted: int | None, limit: int | None) -> int:
+    if wanted is None:
+        return limit or UNLIMITED_MODEL_LEN
+    if limit is not None and wanted > limit:
+        raise ValueError(
+            f"max_model_len: {wanted} is above the {limit} positions that the model was made for"
+        )
+    return wanted
+
+
+def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> CacheLayout:
+    cache, scheduler = config.cache, config.scheduler
+
+    def layout(arena_bytes: int) -> CacheLayout:
+        return CacheLayout.build(context.cache_specs, cache.block_size, arena_bytes)
+
+    if cache.memory_bytes is not None:
+        planned = layout(cache.memory_bytes)
+        source = f"cache.memory_bytes: {_size(cache.memory_bytes)}"
+    else:
+        free = max(available_memory() - context.weights.num_bytes, 0)
+        budget = int(cache.memory_fraction * free)
+        planned = layout(budget)
+        needed = 1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs)
+        if needed < planned.num_slabs:
+            planned = layout(needed * planned.slab_bytes)
+        source = f"cache.memory_fraction: {cache.memory_fraction} of {_size(free)} free memory"
+    longest = planned.max_tokens_one_sequence()
+    if longest is not None and longest < max_model_len:
+        raise ValueError(
+            f"{source} holds one sequence of {longest:,} tokens at most, not of max_model_len = {max_model_len:,}: "
+            f"set max_model_len to {longest} or less, or give the cache "
+            f"{_size((1 + planned.slabs_for(max_model_len, 1)) * planned.slab_bytes)}"
+        )
+    return planned
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or what its control group leaves."""
+    available = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        pass
+    return max(int(available), 0)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def _count(number: float) -> str:
+    for unit in ("", " K", " M"):
+        if number < 1000:
+            return f"{number:.0f}{unit}" if unit == "" else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f} B"

@@ -1,0 +1,147 @@
+"""Draws tokens from logits, many rows at once. Knows tensors; does not know requests.
+
+No row's result depends on the other rows: what is kept is decided by values, never by positions in a sort that ties
+could reorder, and the draw walks the vocabulary in its own order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
+from hybridserve.engine.messages import TokenLogprobs
+
+NUCLEUS_PREFIX = 256
+"""How many most likely tokens are looked at first for top_p; a row whose nucleus is larger is sorted whole."""
+
+
+@dataclass(slots=True)
+class LogprobsOutput:
+    """Log-probabilities of the raw distribution at `P` rows."""
+
+    rows: list[int]  # [P] which of the step's rows these are
+    chosen: list[float]  # [P] of the token that stands there
+    ranks: list[int]  # [P] its place among all tokens, from 1
+    top_ids: list[list[int]]  # [P][k] most likely tokens, best first
+    top_values: list[list[float]]  # [P][k]
+
+    @classmethod
+    def concatenate(cls, parts: list[LogprobsOutput]) -> LogprobsOutput:
+        return cls(*(functools.reduce(operator.iadd, (getattr(part, column) for part in parts), []) for column in cls.__slots__))
+
+    def at(self, place: int, token_id: int, num_top: int) -> TokenLogprobs:
+        """The `place`-th row's, for the token that stands there, with `num_top` most likely ones."""
+        return TokenLogprobs(
+            token_ids=[token_id, *self.top_ids[place][:num_top]],
+            logprobs=[self.chosen[place], *self.top_values[place][:num_top]],
+            rank=self.ranks[place],
+        )
+
+
+def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
+    """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
+    device = logits.device
+    finite = torch.isfinite(logits).all(dim=-1)
+    wanted = np.zeros(0, dtype=np.int64) if sampling.num_logprobs is None else (sampling.num_logprobs >= 0).nonzero()[0]
+    raw = logits[torch.from_numpy(wanted).to(device)]
+    if sampling.bias is not None:
+        rows, tokens, values = (torch.from_numpy(column).to(device) for column in sampling.bias)
+        logits.index_put_((rows, tokens), values, accumulate=True).clamp_(min=BANNED)
+    if sampling.penalties is not None:
+        _apply_penalties(logits, sampling.penalties)
+    token_ids = logits.argmax(dim=-1)
+    drawn = torch.from_numpy((sampling.temperature > 0).nonzero()[0]).to(device)
+    if len(drawn):
+        token_ids[drawn] = _draw(logits[drawn], sampling, drawn)
+    token_ids.masked_fill_(~finite, -1)
+    if sampling.num_logprobs is None:
+        return token_ids, None
+    chosen = token_ids[torch.from_numpy(wanted).to(device)].clamp(min=0)
+    return token_ids, logprobs(raw, chosen, int(sampling.num_logprobs.max()), wanted.tolist())
+
+
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int, rows: list[int]) -> LogprobsOutput:
+    """Raw log-probabilities: logits [P, V], chosen token ids [P]."""
+    values = torch.log_softmax(logits, dim=-1)
+    picked = values.gather(1, chosen[:, None])
+    ranks = (values > picked).sum(dim=-1) + 1
+    top = values.topk(min(num_top, values.shape[1]), dim=-1)
+    return LogprobsOutput(
+        rows, picked[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist()
+    )
+
+
+def _apply_penalties(logits: torch.Tensor, penalties: PenaltyInput) -> None:
+    """As OpenAI defines presence and frequency; repetition as in CTRL (arXiv 1909.05858, section 4.1)."""
+    device = logits.device
+    row = torch.from_numpy(penalties.row).to(device)
+    token = torch.from_numpy(penalties.token).to(device)
+    count = torch.from_numpy(penalties.num_generated).to(device)
+    presence, frequency, repetition = (
+        torch.from_numpy(column).to(device)[row]
+        for column in (penalties.presence, penalties.frequency, penalties.repetition)
+    )
+    values = logits[row, token]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= presence * (count > 0) + frequency * count
+    logits[row, token] = values.clamp(min=BANNED)
+
+
+def _draw(logits: torch.Tensor, sampling: SamplingInput, drawn: torch.Tensor) -> torch.Tensor:
+    """Inverse-CDF draw from logits [D, V], the rows `drawn` of the step, at positive temperature."""
+    device = logits.device
+    index = drawn.cpu().numpy()
+    # a temperature near 0 must stay finite; it is greedy then anyway
+    temperature = torch.from_numpy(sampling.temperature[index]).to(device).clamp(min=1e-5)
+    logits = logits / temperature[:, None]
+    probs = torch.softmax(logits, dim=-1)
+    if sampling.min_p is not None:
+        least = probs.amax(dim=-1) * torch.from_numpy(sampling.min_p[index]).to(device)
+        probs.masked_fill_(probs < least[:, None], 0.0)
+    if sampling.top_k is not None:
+        _keep_top_k(probs, torch.from_numpy(sampling.top_k[index]).to(device))
+    if sampling.top_p is not None:
+        _keep_top_p(probs, torch.from_numpy(sampling.top_p[index]).to(device))
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    target = cumulative[:, -1] * torch.from_numpy(sampling.uniform[index]).to(device)
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+
+
+def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor) -> None:
+    """Zero all but each row's k largest, in place (0 keeps all); ties with the k-th are kept."""
+    rows = (top_k > 0).nonzero()[:, 0]
+    ks = top_k[rows].clamp(max=probs.shape[1])
+    if not len(rows):
+        return
+    kept = probs[rows]
+    least = kept.topk(int(ks.max()), dim=-1).values.gather(1, ks[:, None] - 1)
+    probs[rows] = kept.masked_fill_(kept < least, 0.0)
+
+
+def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Zero all but each row's nucleus, in place: the most likely tokens before which less than p of the mass lies."""
+    rows = (top_p < 1).nonzero()[:, 0]
+    if not len(rows):
+        return
+    kept = probs[rows]
+    mass = top_p[rows] * kept.sum(dim=-1)
+    prefix = kept.topk(min(NUCLEUS_PREFIX, kept.shape[1]), dim=-1).values
+    least = _nucleus_floor(prefix, mass)
+    open_ended = (prefix.sum(dim=-1) < mass).nonzero()[:, 0]
+    if len(open_ended):
+        least[open_ended] = _nucleus_floor(
+            kept[open_ended].sort(dim=-1, descending=True).values, mass[open_ended]
+        )
+    probs[rows] = kept.masked_fill_(kept < least[:, None], 0.0)
+
+
+def _nucleus_floor(descending: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """The smallest probability in each row's nucleus, given the row's largest probabilities in order."""
+    before = descending.cumsum(dim=-1) - descending
+    inside = (before < mass[:, None]) | (torch.arange(descending.shape[1], device=descending.device) == 0)
+    return descending.masked_fill(~inside, torch.inf).amin(dim=-1)

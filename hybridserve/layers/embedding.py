@@ -1,0 +1,112 @@
+"""The two ends of a model: token ids to hidden states, hidden states to logits. Both are cut over the
+vocabulary."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridserve.quant.format import Shard
+
+if TYPE_CHECKING:
+    from hybridserve.layers.context import BuildContext
+
+
+class VocabSlice:
+    """This rank's rows of a [vocab, hidden] weight: equal shares, the last ones padded with rows of zeros."""
+
+    def __init__(self, context: BuildContext, vocab_size: int) -> None:
+        self.num_rows = -(-vocab_size // context.tp.size)
+        self.first = context.tp.rank * self.num_rows
+        self.source = slice(min(self.first, vocab_size), min(self.first + self.num_rows, vocab_size))
+        self.num_real = self.source.stop - self.source.start
+
+
+class VocabParallelEmbedding:
+    """[T] token ids -> [T, hidden]."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        """`tied`: the output head reads this weight too. `aliases`: other names that checkpoints give this
+        module."""
+        self.tp = context.tp
+        self.rows = VocabSlice(context, vocab_size)
+        self.weight = context.allocate(self.rows.num_rows, hidden_size)
+        shape = (vocab_size, hidden_size)
+        context.weights.expect(f"{name}.weight", shape, self._load, active=float(tied))
+        for alias in aliases:
+            context.weights.accept(f"{alias}.weight", shape, self._load, covers=(f"{name}.weight",))
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return torch.embedding(self.weight, input_ids)
+        local = input_ids - self.rows.first
+        elsewhere = (local < 0) | (local >= self.rows.num_real)
+        hidden = torch.embedding(self.weight, local.masked_fill(elsewhere, 0))
+        return self.tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    def _load(self, tensor: torch.Tensor) -> None:
+        self.weight[: self.rows.num_real].copy_(tensor[self.rows.source])
+        self.weight[self.rows.num_real :].zero_()
+
+
+class LMHead:
+    """[R, hidden] -> logits [R, vocab] in float32, whole on every rank; never quantized."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        self.tp = context.tp
+        self.vocab_size = vocab_size
+        self.rows = VocabSlice(context, vocab_size)
+        self.format = context.format.plain
+        shape = (vocab_size, hidden_size)
+        if tied_to is None:
+            self.weights = self.format.create_linear(
+                self.rows.num_rows, hidden_size, context.dtype, context.device
+            )
+            context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
+            context.weights.expect(f"{name}.weight", shape, self._load)
+        else:
+            self.weights = self.format.wrap_linear(tied_to.weight)
+            check = partial(self._check_tied, f"{name}.weight", tied_to)
+            context.weights.accept(f"{name}.weight", shape, check, covers=(), last=True)
+        context.weights.finishers.append(partial(self.format.finish_linear, self.weights))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.tp.all_gather(self.format.apply_linear(hidden, self.weights, None))
+        return logits[:, : self.vocab_size].float()
+
+    def _load(self, tensor: torch.Tensor) -> None:
+        everything = slice(None)
+        rows = slice(0, self.rows.num_real)
+        if self.rows.num_real < self.rows.num_rows:
+            padding = tensor.new_zeros(self.rows.num_rows - self.rows.num_real, tensor.shape[1])
+            shard = Shard((everything, everything), (slice(self.rows.num_real, None), everything))
+            self.format.load_linear(self.weights, padding, shard)
+        self.format.load_linear(
+            self.weights, tensor, Shard((self.rows.source, everything), (rows, everything))
+        )
+
+    def _check_tied(self, name: str, embedding: VocabParallelEmbedding, tensor: torch.Tensor) -> None:
+        mine = embedding.weight[: self.rows.num_real]
+        if not torch.equal(mine, tensor[self.rows.source].to(mine)):
+            raise ValueError(
+                f"{name} differs from the input embedding, but the config says tie_word_embeddings"
+            )

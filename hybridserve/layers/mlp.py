@@ -1,0 +1,37 @@
+"""The gated feed-forward block (SwiGLU, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn import functional as F
+
+from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowParallelLinear
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridserve.layers.context import BuildContext
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)); [T, hidden] -> [T, hidden]."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+    ) -> None:
+        slices = [OutputSlice("gate_proj", intermediate_size), OutputSlice("up_proj", intermediate_size)]
+        self.gate_up_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=bias)
+        self.down_proj = RowParallelLinear(
+            context, name, "down_proj", intermediate_size, hidden_size, bias=bias
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate).mul_(up))

@@ -1,0 +1,88 @@
+"""A mixture of experts: a router, and feed-forward experts of which each token uses a few.
+
+Every rank holds a part of every expert's intermediate axis, so routing is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hybridserve.layers.linear import EVERYTHING, ReplicatedLinear, cut
+from hybridserve.quant.format import Shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from hybridserve.layers.context import BuildContext
+
+
+class SparseMoE:
+    """sum over the top k experts of routing weight * expert(x); [T, hidden] -> [T, hidden].
+
+    Checkpoints hold `experts.N.{gate,up,down}_proj.weight`, or all experts stacked as `experts.gate_up_proj`
+    [experts, 2 intermediate, hidden] and `experts.down_proj` [experts, hidden, intermediate].
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        renormalize: bool,
+    ) -> None:
+        self.tp = context.tp
+        self.format = context.format
+        self.backend = context.moe
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.router = ReplicatedLinear(context, name, "router", hidden_size, num_experts)
+        self.part = cut(f"{name}.experts", intermediate_size, context.tp)
+        local = self.part.stop - self.part.start
+        self.weights = self.format.create_experts(
+            num_experts, hidden_size, local, context.dtype, context.device
+        )
+        context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
+        self._expect_experts(context, f"{name}.experts", num_experts, hidden_size, intermediate_size)
+        context.weights.finishers.append(partial(self.format.finish_experts, self.weights))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.backend.route(self.router(x), self.top_k, renormalize=self.renormalize)
+        return self.tp.all_reduce(self.format.apply_experts(x, self.weights, weights, ids))
+
+    def _expect_experts(
+        self, context: BuildContext, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> None:
+        up, down = (intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        active = self.top_k / num_experts
+        names: dict[str, list[str]] = {"gate": [], "up": [], "down": []}
+        for expert in range(num_experts):
+            for part, shape in (("gate", up), ("up", up), ("down", down)):
+                tensor = f"{name}.{expert}.{part}_proj.weight"
+                context.weights.expect(tensor, shape, partial(self._load, expert, part), active=active)
+                names[part].append(tensor)
+        stacked = (num_experts, 2 * intermediate_size, hidden_size)
+        covers = (*names["gate"], *names["up"])
+        context.weights.accept(f"{name}.gate_up_proj", stacked, self._load_stacked_gate_up, covers=covers)
+        stacked = (num_experts, hidden_size, intermediate_size)
+        context.weights.accept(
+            f"{name}.down_proj", stacked, self._load_stacked_down, covers=(*names["down"],)
+        )
+
+    def _load(self, expert: int, part: str, tensor: torch.Tensor) -> None:
+        source = (EVERYTHING, self.part) if part == "down" else (self.part, EVERYTHING)
+        self.format.load_expert(self.weights, expert, part, tensor, Shard(source, (EVERYTHING, EVERYTHING)))
+
+    def _load_stacked_gate_up(self, tensor: torch.Tensor) -> None:
+        for expert, gate_up in enumerate(tensor):
+            gate, up = gate_up.chunk(2)
+            self._load(expert, "gate", gate)
+            self._load(expert, "up", up)
+
+    def _load_stacked_down(self, tensor: torch.Tensor) -> None:
+        for expert, down in enumerate(tensor):
+            self._load(expert, "down", down)

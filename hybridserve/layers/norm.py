@@ -1,0 +1,28 @@
+"""Root-mean-square normalisation (arXiv 1910.07467), statistics in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hybridserve.layers.context import BuildContext
+
+
+class RMSNorm:
+    """weight * x / sqrt(mean(x^2) + eps) along the last axis; the same on every rank."""
+
+    def __init__(
+        self, context: BuildContext, name: str, size: int, eps: float, *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = context.allocate(size, dtype=dtype)
+        context.weights.expect(f"{name}.weight", self.shape, self._load)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def _load(self, tensor: torch.Tensor) -> None:
+        self.weight.copy_(tensor)

@@ -1,0 +1,72 @@
+"""What a model expects of its checkpoint: which tensors, in which shape, and where each one lands.
+
+Layers fill it while they are built; `models.weights` empties files into it. Knows names and shapes; knows no
+file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+class CheckpointTensor(NamedTuple):
+    """One tensor that a checkpoint may hold."""
+
+    shape: tuple[int, ...]
+    """Of the whole model, whatever share of it this rank keeps."""
+    load: Callable[[torch.Tensor], None]
+    """Copies this rank's share to where it belongs."""
+    covers: tuple[str, ...]
+    """What is loaded by it. Usually its own name; another spelling of a name covers that name, a tensor that
+    holds many others stacked covers those; one that adds nothing covers nothing."""
+    last: bool = False
+    """Load after all others, because `load` looks at them."""
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """All weights of a model, by the name that a checkpoint gives them.
+
+    num_parameters: of the whole model, each counted once.
+    num_active_parameters: those that a token reads on average, the input embedding apart.
+    num_bytes: what this rank allocates for its share.
+    """
+
+    tensors: dict[str, CheckpointTensor] = field(default_factory=dict)
+    finishers: list[Callable[[], None]] = field(default_factory=list)
+    """Called once, in order, when everything has been loaded."""
+    num_parameters: int = 0
+    num_active_parameters: float = 0
+    num_bytes: int = 0
+
+    def expect(
+        self, name: str, shape: tuple[int, ...], load: Callable[[torch.Tensor], None], *, active: float = 1.0
+    ) -> None:
+        """A tensor that must be loaded; `active` is the share of it that a token reads on average."""
+        self._add(name, CheckpointTensor(shape, load, (name,)))
+        self.num_parameters += math.prod(shape)
+        self.num_active_parameters += math.prod(shape) * active
+
+    def accept(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        load: Callable[[torch.Tensor], None],
+        *,
+        covers: tuple[str, ...],
+        last: bool = False,
+    ) -> None:
+        """A tensor that a checkpoint may hold instead of those it covers."""
+        self._add(name, CheckpointTensor(shape, load, covers, last))
+
+    def _add(self, name: str, tensor: CheckpointTensor) -> None:
+        if name in self.tensors:
+            raise ValueError(f"two layers expect the checkpoint's tensor {name!r}")
+        self.tensors[name] = tensor

@@ -1,0 +1,269 @@
+"""The blocking Python API: an engine in the caller's own thread. Not thread-safe."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from hybridserve.config.loader import load_config
+from hybridserve.core.request import SamplingParams
+from hybridserve.engine.core import EngineCore, EngineStats
+from hybridserve.engine.messages import EngineRequest
+from hybridserve.engine.planner import EnginePlan, make_plan
+from hybridserve.models.hub import resolve_model
+from hybridserve.outputs import OutputProcessor, RequestOutput
+from hybridserve.text import Tokenizer, TokenizerMissing
+
+if TYPE_CHECKING:
+    import os
+    from types import TracebackType
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    `model` is a directory in Hugging Face format, a hub id, or "demo"; `config` a YAML file. Every other key of the
+    configuration is an option, flat (`max_num_seqs=8`) or nested (`cache={"block_size": 32}`).
+
+    Raises ValueError, naming the key, for a configuration that can't be served.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = load_config(None if model is None else str(model), config, options)
+        path = resolve_model(self.config.model)
+        self.plan: EnginePlan = make_plan(self.config, path)
+        self.tokenizer: Tokenizer | None = None
+        self._tokenizer_error = ""
+        try:
+            self.tokenizer = Tokenizer.load(
+                resolve_model(self.config.tokenizer) if self.config.tokenizer else path
+            )
+        except TokenizerMissing as error:
+            if self.config.tokenizer:
+                raise
+            self._tokenizer_error = str(error)
+        self._core = EngineCore.create(self.config, self.plan, path)
+        self._processor = OutputProcessor(self.tokenizer)
+        self._streams: dict[str, deque[str]] = {}
+        self._finished: set[str] = set()
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, given as text or as token ids; the results are in the prompts' order.
+
+        `params` and `adapter` are one for all, or a list with one entry a prompt. `progress` shows a bar on standard
+        error; by default for more than one prompt on a terminal. ValueError, naming the field, before anything runs.
+        """
+        many = _as_prompts(prompts)
+        requests = [
+            self._request(prompt, each, name)
+            for prompt, each, name in zip(
+                many,
+                _one_each("params", params, len(many)),
+                _one_each("adapter", adapter, len(many)),
+                strict=True,
+            )
+        ]
+        if progress is None:
+            progress = len(many) > 1 and sys.stderr.isatty()
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each a list of {"role", "content"}, through the model's chat template."""
+        if not messages:
+            raise ValueError("messages: a conversation needs at least one message")
+        one = isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        prompts = [self._text("messages").chat_ids(conversation) for conversation in conversations]
+        return self.generate(prompts, params, adapter=adapter, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[str]:
+        """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the request."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n: a stream has one continuation, not {params.n}")
+        self._text("prompt")
+        return self._stream(*self._request(prompt, params, adapter))
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None) -> None:
+        """Raise the ValueError that `generate` would raise for this prompt, if any; nothing runs."""
+        self._request(prompt, params, adapter)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start and gauges of this moment."""
+        return self._core.gauges()
+
+    def close(self) -> None:
+        """Give the weights and the arena back. The object is of no use afterwards."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, requests: Sequence[tuple[EngineRequest, str | None]], progress: bool
+    ) -> list[RequestOutput]:
+        waiting = {request.request_id for request, _ in requests}
+        try:
+            for request, prompt in requests:
+                self._add(request, prompt)
+            with _progress_bar(len(requests), progress, self._core.stats) as advance:
+                while waiting:
+                    self._pump()
+                    done = self._finished & waiting
+                    waiting -= done
+                    self._finished -= done
+                    advance(len(done))
+        except BaseException:
+            for request, _ in requests:
+                self._drop(request.request_id)
+            raise
+        return [self._processor.take(request.request_id) for request, _ in requests]
+
+    def _stream(self, request: EngineRequest, prompt: str | None) -> Iterator[str]:
+        self._add(request, prompt)
+        pieces = self._streams[request.request_id] = deque()
+        try:
+            while request.request_id not in self._finished:
+                self._pump()
+                while pieces:
+                    yield pieces.popleft()
+        finally:
+            self._drop(request.request_id)
+
+    def _add(self, request: EngineRequest, prompt: str | None) -> None:
+        self._core.add(request)
+        self._processor.add(request, prompt)
+
+    def _drop(self, request_id: str) -> None:
+        """Forget a request, whatever became of it."""
+        self._core.abort(request_id)
+        self._processor.discard(request_id)
+        self._streams.pop(request_id, None)
+        self._finished.discard(request_id)
+
+    def _pump(self) -> None:
+        """Run one step of the engine, for everybody who waits."""
+        deltas, aborts = self._processor.process(self._core.step())
+        for request_id, index in aborts:
+            self._core.abort(request_id, index)
+        for delta in deltas:
+            if delta.text and delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta.text)
+            if delta.finished:
+                self._finished.add(delta.request_id)
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None
+    ) -> tuple[EngineRequest, str | None]:
+        params = params or SamplingParams()
+        if params.stop:
+            self._text("stop")
+        if isinstance(prompt, str):
+            text, prompt_ids = prompt, self._text("prompt").encode(prompt)
+        else:
+            text, prompt_ids = None, _token_ids(prompt)
+        request = EngineRequest(
+            request_id=str(next(self._ids)),
+            prompt_ids=prompt_ids,
+            params=params,
+            adapter=adapter,
+            arrival=time.monotonic(),
+        )
+        self._core.check(request)
+        return request, text
+
+    def _text(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{field}: {self._tokenizer_error}; give prompts as token ids instead")
+        return self.tokenizer
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt (text, or a list of token ids) or several -> several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompt: {type(prompts).__name__} is neither text, a list of token ids, nor a list of either"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast("Sequence[int]", prompts)]
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+        raise ValueError("prompt: must be text or a list of token ids (whole numbers)")
+    return list(prompt)
+
+
+def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
+    """A value for each prompt, from one for all or a list of them."""
+    if given is None or isinstance(given, SamplingParams | str):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{name}: {len(given)} given for {count} prompts")
+    return cast("Sequence[Any]", given)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, visible: bool, stats: EngineStats) -> Iterator[Callable[[int], None]]:
+    """Yields a function that says that so many more requests are done."""
+    if not visible:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("generating", total=total, rate="")
+        start, before = time.monotonic(), stats.num_generated_tokens
+
+        def advance(done: int) -> None:
+            rate = (stats.num_generated_tokens - before) / max(time.monotonic() - start, 1e-9)
+            bar.update(task, advance=done, rate=f"{rate:,.0f} tokens/s")
+
+        yield advance

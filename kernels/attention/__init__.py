@@ -1,0 +1,7 @@
+"""Attention over a paged cache."""
+
+from hybridserve.kernels.attention.reference import Reference
+from hybridserve.kernels.attention.torch_native import TorchNative
+
+BACKENDS = (TorchNative, Reference)
+"""Most preferred first."""

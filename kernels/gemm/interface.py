@@ -1,0 +1,21 @@
+"""What a matrix-multiplication backend is given and must do. Knows tensors; knows no request and no model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from hybridserve.kernels.registry import Backend
+
+
+class GemmBackend(Backend):
+    """Dense projections of unquantized weights."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Lay a loaded weight [out, in] out as `linear` likes it. Called once; the result replaces the weight."""
+        return weight
+
+    @abstractmethod
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, in] times a packed weight, plus bias [out]; [T, out] in x's dtype."""

@@ -1,0 +1,7 @@
+"""Mixture of experts: routing, and SwiGLU projections grouped by expert."""
+
+from hybridserve.kernels.moe.reference import Reference
+from hybridserve.kernels.moe.torch_native import TorchNative
+
+BACKENDS = (TorchNative, Reference)
+"""In order of preference."""

@@ -1,0 +1,57 @@
+"""A mixture of experts out of torch operations, for any device. Knows tensors; knows no model.
+
+Tokens are grouped by expert, so each expert that was hit at all is one pair of matrix multiplications. A token's
+result is a sum over its own k experts in the router's order, whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hybridserve.kernels.gemm.torch_native import widened_linear, widens
+from hybridserve.kernels.moe.interface import MoEBackend
+
+
+class TorchNative(MoEBackend):
+    name = "torch_native"
+
+    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, ids
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        num_tokens, top_k = ids.shape
+        outputs = torch.empty(num_tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        if num_tokens == 1:
+            for k, expert in enumerate(ids[0].tolist()):
+                outputs[k] = _expert(x, gate_up[expert], down[expert])[0]
+        else:
+            flat_ids = ids.flatten()
+            order = flat_ids.argsort(stable=True)
+            grouped = x.index_select(0, order // top_k)
+            counts = torch.bincount(flat_ids, minlength=gate_up.shape[0]).tolist()
+            start = 0
+            for expert, count in enumerate(counts):
+                if count:
+                    rows = slice(start, start + count)
+                    outputs[order[rows]] = _expert(grouped[rows], gate_up[expert], down[expert]).float()
+                    start += count
+        outputs = outputs.view(num_tokens, top_k, x.shape[1])
+        return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)
+
+
+def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """x [M, H] through one expert; [M, H], in float32 where the weights are widened, else in x's dtype."""
+    linear = widened_linear if widens(x, gate_up) else F.linear
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate).mul_(up), down)

@@ -1,0 +1,81 @@
+"""Chooses one backend an operator, once, and can say why not the others. Knows no operator by content."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the machine offers, as far as backends care."""
+
+    device: str  # "cpu" | "cuda"
+    dtype: str  # of the model's activations: "float32" | "bfloat16" | "float16"
+
+
+class Backend(ABC):
+    """One implementation of one operator's interface. Constructed without arguments, once an engine."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def why_not(cls, capabilities: Capabilities) -> str | None:
+        """Why this backend can't run here, or None if it can."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that an engine uses for one operator, and why it does not use the others."""
+
+    op: str
+    name: str
+    backend: Backend
+    rejected: tuple[tuple[str, str], ...]
+    """(name, reason) of every other candidate, in preference order."""
+
+
+def candidates(op: str) -> tuple[type[Backend], ...]:
+    """The backends of an operator, most preferred first. ValueError if there is no such operator."""
+    module = f"hybridserve.kernels.{op}"
+    try:
+        table = importlib.import_module(module).BACKENDS
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ValueError(f"there is no operator {op!r}") from None
+    return cast("tuple[type[Backend], ...]", table)
+
+
+def select(
+    op: str, wanted: str, capabilities: Capabilities, among: Sequence[type[Backend]] | None = None
+) -> Choice:
+    """Choose a backend for `op` by name or, with "auto", the first in preference order that runs here.
+
+    `among` replaces the operator's own table. ValueError, with every candidate's reason, if what is wanted
+    does not exist or can't run here: another backend is never taken in its place.
+    """
+    table = candidates(op) if among is None else among
+    obstacles = {backend.name: backend.why_not(capabilities) for backend in table}
+    chosen = next((b for b in table if wanted in (AUTO, b.name) and obstacles[b.name] is None), None)
+    if chosen is None:
+        if wanted == AUTO:
+            problem = f"no {op} backend can run"
+        elif wanted in obstacles:
+            problem = f"{op} backend {wanted!r} can't run"
+        else:
+            problem = f"there is no {op} backend {wanted!r}"
+        listed = "; ".join(f"{name}: {obstacle or 'can run'}" for name, obstacle in obstacles.items())
+        where = f"on {capabilities.device} with {capabilities.dtype}"
+        raise ValueError(f"{problem} {where} ({listed or 'none known'})")
+    passed_over = f"{chosen.name} " + ("is preferred" if wanted == AUTO else "was asked for")
+    rejected = tuple((name, why or passed_over) for name, why in obstacles.items() if name != chosen.name)
+    return Choice(op, chosen.name, chosen(), rejected)

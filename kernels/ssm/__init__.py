@@ -1,0 +1,7 @@
+"""Causal convolution and selective scan: recurrences whose state is overwritten."""
+
+from hybridserve.kernels.ssm.reference import Reference
+from hybridserve.kernels.ssm.torch_native import TorchNative
+
+BACKENDS = (TorchNative, Reference)
+"""In order of preference."""

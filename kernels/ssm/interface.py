@@ -1,0 +1,69 @@
+"""What a state-space backend is given and must do. Knows tensors; knows no request and no model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from hybridserve.kernels.registry import Backend
+
+
+@dataclass(slots=True)
+class SSMMetadata:
+    """One step's tokens, `T` in all, of `S` sequences laid end to end. Built once a step, shared by all layers.
+
+    A backend's `prepare` may return a subclass with derived index tensors.
+    """
+
+    query_start: torch.Tensor  # [S + 1] int64, first token of each sequence in the flat batch
+    state_slots: torch.Tensor  # [S] int64; 0 is the null slot of padding rows
+    has_state: torch.Tensor  # [S] bool; where false the slot's content is not read: the state starts from zero
+    query_lens: list[int]  # [S] the same facts on the host, so that no kernel has to wait for the device
+
+
+class SSMBackend(Backend):
+    """Recurrences over ragged batches, with initial and final states read and written by slot."""
+
+    def prepare(self, metadata: SSMMetadata) -> SSMMetadata:
+        """Derive, once a step, whatever the two operators need in every layer."""
+        return metadata
+
+    @abstractmethod
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,  # [T, C]
+        weight: torch.Tensor,  # [C, W]
+        bias: torch.Tensor | None,  # [C]
+        state: torch.Tensor,  # [num_slots, C, W - 1], any strides: the last W - 1 inputs, oldest first
+        metadata: SSMMetadata,
+        *,
+        silu: bool = True,
+    ) -> torch.Tensor:
+        """y[t] = silu(bias + sum_k weight[:, k] * x[t - W + 1 + k]) a channel; [T, C] in x's dtype.
+
+        Inputs before a sequence's first token of the step come from its slot, or are zero where it has no state.
+        Writes each slot's new last W - 1 inputs.
+        """
+
+    @abstractmethod
+    def selective_scan(
+        self,
+        u: torch.Tensor,  # [T, C]
+        dt: torch.Tensor,  # [T, C] before bias and softplus
+        A: torch.Tensor,  # [C, N] float32, negative
+        B: torch.Tensor,  # [T, N]
+        C: torch.Tensor,  # [T, N]
+        D: torch.Tensor,  # [C] float32
+        z: torch.Tensor | None,  # [T, C] gate
+        dt_bias: torch.Tensor | None,  # [C] float32
+        state: torch.Tensor,  # [num_slots, C, N], any strides, float32 unless configured otherwise
+        metadata: SSMMetadata,
+    ) -> torch.Tensor:
+        """Mamba-1's selective scan (arXiv 2312.00752, algorithm 2), computed in float32; [T, C] in u's dtype.
+
+        delta = softplus(dt + dt_bias); h[t] = exp(delta A) h[t-1] + delta B[t] u[t]; y = C[t] h[t] + D u[t];
+        y *= silu(z). h starts from the sequence's slot, or from zero where it has no state; the last h is written
+        back to the slot.
+        """

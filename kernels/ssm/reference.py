@@ -1,0 +1,73 @@
+"""The plainest definition of the state-space operators: one token at a time, in float32.
+
+Every other backend is tested against this one. Knows tensors; knows no request, no model and nothing of speed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
+
+
+class Reference(SSMBackend):
+    name = "reference"
+
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+        *,
+        silu: bool = True,
+    ) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for sequence, length in enumerate(metadata.query_lens):
+            start = int(metadata.query_start[sequence])
+            slot = int(metadata.state_slots[sequence])
+            if metadata.has_state[sequence]:
+                history = state[slot].float()
+            else:
+                history = torch.zeros(state.shape[1:], device=x.device)
+            for t in range(start, start + length):
+                window = torch.cat([history, x[t].float().unsqueeze(1)], dim=1)  # [C, W]
+                out = (window * weight.float()).sum(dim=1)
+                if bias is not None:
+                    out = out + bias.float()
+                y[t] = F.silu(out) if silu else out
+                history = window[:, 1:]
+            state[slot] = history.to(state.dtype)
+        return y
+
+    def selective_scan(
+        self,
+        u: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+    ) -> torch.Tensor:
+        y = torch.zeros_like(u)
+        for sequence, length in enumerate(metadata.query_lens):
+            start = int(metadata.query_start[sequence])
+            slot = int(metadata.state_slots[sequence])
+            h = state[slot].float() if metadata.has_state[sequence] else torch.zeros_like(A)
+            for t in range(start, start + length):
+                delta = dt[t].float()
+                if dt_bias is not None:
+                    delta = delta + dt_bias
+                delta = F.softplus(delta).unsqueeze(1)  # [C, 1]
+                x = u[t].float().unsqueeze(1)
+                h = torch.exp(delta * A) * h + delta * B[t].float() * x
+                out = (h * C[t].float()).sum(dim=1) + D * u[t].float()
+                y[t] = out * F.silu(z[t].float()) if z is not None else out
+            state[slot] = h.to(state.dtype)
+        return y

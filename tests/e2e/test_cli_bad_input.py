@@ -1,0 +1,155 @@
+"""What a user may get wrong on the command line: one line on standard error, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import hybridserve
+from hybridserve.cli import main
+
+DEMO = Path(hybridserve.__file__).parent / "models" / "demo"
+
+
+@pytest.fixture
+def fails(capsys):
+    """Runs a command that must fail; returns the line that it says."""
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as status:
+            main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        assert status.value.code == 2
+        assert shown.out == ""
+        *plan, line = shown.err.rstrip("\n").split("\n")
+        assert not any("Traceback" in text for text in plan)
+        assert line.startswith("hybridserve")
+        return line
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A copy of the demo model to be damaged."""
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+def change_config(model: Path, **values: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "hybridserve: the following arguments are required: COMMAND"),
+        (["serv"], "invalid choice: 'serv'"),
+        (["generate"], "the following arguments are required: MODEL_OR_YAML"),
+        (["generate", "demo"], "one of the arguments --prompt --prompts is required"),
+        (["generate", "demo", "--prompt", "x", "--temperatur", "1"], "did you mean --temperature?"),
+        (["generate", "demo", "--prompt", "x", "--blok-size", "1"], "did you mean --block_size?"),
+        (["generate", "demo", "--prompt", "x", "--cache.blok_size=1"], "did you mean --cache.block_size?"),
+        (["generate", "demo", "--prompt", "x", "--adapter", "a"], "unknown argument '--adapter'"),
+        (["generate", "demo", "--prompt", "x", "--n", "x"], "argument --n: invalid int value: 'x'"),
+        (["generate", "demo", "--prompt", "x", "--n", "0"], "n: 0 is out of range"),
+        (["generate", "demo", "--prompt", "x", "--temperature", "-1"], "temperature: -1.0 is out of range"),
+        (["generate", "demo", "--prompt", "x", "--temperature", "nan"], "temperature: nan is not a finite"),
+        (["generate", "demo", "--prompt", "x", "--max-tokens", "0"], "max_tokens: 0 asks for nothing"),
+        (["generate", "demo", "--prompt", "x", "--stop", ""], "stop: an empty string"),
+        (["generate", "demo", "--prompt", "x", "--logprobs", "1"], "--logprobs: is only reported for --prompts"),
+        (["generate", "demo", "--prompt", "x", "--out", "y"], "--out: is for the results of --prompts"),
+        (["generate", "demo", "--prompt", "x", "--block_size", "3"], "cache.block_size: '3': must be a power"),
+        (["generate", "none.yaml", "--prompt", "x"], "none.yaml: cannot be read: No such file or directory"),
+        (["generate", "./none", "--prompt", "x"], "model: './none': no such directory"),
+        (["plan", "demo", "--dtype", "int8"], "dtype: 'int8': should be 'auto', 'float32'"),
+        (["inspect", "--block_size", "8"], "MODEL_OR_YAML: is needed"),
+    ],
+)  # fmt: skip
+def test_arguments(fails, arguments, message):
+    assert message in fails(*arguments)
+
+
+def test_prompt_that_is_empty(fails):
+    assert "prompt: " in fails("generate", "demo", "--prompt", "")
+
+
+def test_prompt_longer_than_the_model_goes(fails):
+    said = fails("generate", "demo", "--prompt", "word " * 100, "--max_model_len", 64)
+    assert "prompt" in said
+    assert "64" in said
+
+
+def test_arena_too_small_for_one_sequence(fails):
+    said = fails("generate", "demo", "--prompt", "x", "--memory_bytes", "1MiB")
+    assert "max_model_len" in said
+    assert "MiB" in said
+
+
+def test_unsupported_architecture_lists_the_supported(fails, model):
+    change_config(model, architectures=["GPT2LMHeadModel"])
+    said = fails("generate", model, "--prompt", "x")
+    assert "GPT2LMHeadModel" in said
+    assert "JambaForCausalLM" in said
+
+
+def test_folder_without_config(fails, model):
+    (model / "config.json").unlink()
+    assert "no config.json" in fails("plan", model)
+
+
+def test_truncated_weights(fails, model):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in fails("generate", model, "--prompt", "x")
+
+
+def test_no_tokenizer_and_a_text(fails, model):
+    (model / "tokenizer.json").unlink()
+    said = fails("generate", model, "--prompt", "x")
+    assert "tokenizer.json" in said
+    assert "token ids" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", 'a line is an object with "prompt"'),
+        ('{"text": "x"}', 'a line is an object with "prompt"'),
+        ('{"prompt": "x", "max_token": 1}', "max_token: unknown; allowed are prompt, frequency_penalty"),
+        ('{"prompt": "x", "adapter": "a"}', "adapter: unknown"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature: nan"),
+        ('{"prompt": "x", "stop": [""]}', "stop: an empty string"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "invalid literal for int"),
+    ],
+)
+def test_line_of_a_file_is_named(fails, tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + line + "\n")
+    said = fails("generate", "demo", "--prompts", path)
+    assert f"{path}:3: " in said
+    assert message in said
+
+
+@pytest.mark.parametrize("ids", [[-1], [4096], [], [True], [1.5], ["x"]])
+def test_ids_that_are_no_prompt(fails, tmp_path, ids):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": [1, 2]}) + "\n" + json.dumps({"prompt": ids}) + "\n")
+    out = tmp_path / "out.jsonl"
+    said = fails("generate", "demo", "--prompts", path, "--out", out)
+    assert f"{path}:2: prompt: " in said
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_file_of_prompts_that_is_not_there(fails, tmp_path):
+    assert f"{tmp_path / 'x'}: No such file" in fails("generate", "demo", "--prompts", tmp_path / "x")
+
+
+def test_directory_of_results_that_is_not_there(fails, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    assert "is not a directory" in fails("generate", "demo", "--prompts", path, "--out", tmp_path / "a" / "b")

@@ -1,0 +1,306 @@
+"""An engine core with every guard of the invariance tests on, and the oracle that it is held against.
+
+The guards: free units are poisoned the moment they become free, the null slab before every step; after a step every
+byte that the step does not own must be what it was; integrity is checked after every step; at the end all memory must
+be back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridserve.config.loader import load_config
+from hybridserve.core.request import SamplingParams
+from hybridserve.engine.core import EngineCore
+from hybridserve.engine.executor import Executor
+from hybridserve.engine.messages import EngineRequest, SequenceOutput
+from hybridserve.engine.planner import make_plan
+from hybridserve.engine.worker import Worker
+from tests.harness.models import oracle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from hybridserve.core.slabs import UnitPool
+    from hybridserve.engine.input_builder import StepInput
+    from hybridserve.engine.model_runner import ModelRunner, StepOutput
+
+POISONS = {
+    "nan": bytes.fromhex("ffff"),  # NaN as bfloat16, float16 and float32
+    "large": bytes.fromhex("7a44"),  # 1000 as bfloat16 and (nearly) float32: a select hides NaN, not this
+}
+TOLERANCE = 1e-4
+
+
+@dataclass(slots=True)
+class Result:
+    """What one continuation produced."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+    """After the last token that was fed: each state tensor of each layer, in the order of the cache specs."""
+    finish_reason: str | None = None
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] = field(default_factory=list)
+    metrics: Any = None
+
+
+class GuardedExecutor(Executor):
+    """Runs a step when it is collected, so `delay` more steps may have been planned by then."""
+
+    def __init__(self, runner: ModelRunner, *, delay: int, poison: str | None, checksum: bool) -> None:
+        self.max_in_flight = 1 + delay
+        self.runner = runner
+        self.arena = runner.arena
+        self.layout = runner.arena.layout
+        self.inputs: list[StepInput] = []
+        self.logits: torch.Tensor | None = None
+        self.on_execute: Callable[[StepInput], None] = lambda step: None
+        self.on_executed: Callable[[StepInput], None] = lambda step: None
+        self._queue: list[StepInput] = []
+        self._poison = (
+            None if poison is None else torch.frombuffer(bytearray(POISONS[poison]), dtype=torch.uint8)
+        )
+        self._checksum = checksum
+        plain = self.runner.model.logits
+
+        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+            logits = plain(hidden)
+            self.logits = logits.clone()
+            return logits
+
+        self.runner.model.logits = recorded  # type: ignore[method-assign]
+        if self._poison is not None:
+            self.fill(self.arena.buffer)
+
+    def fill(self, memory: torch.Tensor) -> None:
+        if self._poison is not None:
+            memory.copy_(self._poison.repeat(memory.numel() // 2).view_as(memory))
+
+    def submit(self, step: StepInput) -> None:
+        self._queue.append(step)
+
+    def collect(self) -> StepOutput:
+        step = self._queue.pop(0)
+        self.inputs.append(step)
+        self.fill(self.arena.buffer[: self.layout.slab_bytes])
+        self.on_execute(step)
+        before = self.arena.buffer.clone() if self._checksum else None
+        output = self.runner.execute(step)
+        if before is not None:
+            self._check_untouched(step, before)
+        self.on_executed(step)
+        return output
+
+    def _check_untouched(self, step: StepInput, before: torch.Tensor) -> None:
+        """Bytes that the step does not own are what they were (F011, F026-F028, F048, F057, F073)."""
+        owned = torch.zeros(len(before), dtype=torch.bool)
+        owned[: self.layout.slab_bytes] = True
+        if self.layout.blocks_per_slab:
+            blocks = owned.as_strided(self.arena.blocks.shape, self.arena.blocks.stride())
+            blocks[step.slot_mapping // self.layout.block_size] = True
+            blocks[step.block_copies[:, 1]] = True
+        if self.layout.slots_per_slab:
+            slots = owned.as_strided(self.arena.slots.shape, self.arena.slots.stride())
+            slots[step.state_slots] = True
+            slots[step.state_copies[:, 1]] = True
+        changed = (before != self.arena.buffer) & ~owned
+        assert not changed.any(), f"step {step.step_id} wrote to memory that it does not own"
+
+
+class Guarded:
+    """An engine core over `path`. Every axis of the differential matrix is an argument.
+
+    chunk: max_num_batched_tokens. row_order, slot_order: "forward", "reverse" or "shuffled". preempt_every: force a
+    preemption of a random running sequence every so many steps. buckets: pad steps. delay: steps planned ahead.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chunk: int = 64,
+        row_order: str = "forward",
+        slot_order: str = "forward",
+        preempt_every: int | None = None,
+        buckets: Sequence[int] = (),
+        delay: int = 0,
+        poison: str | None = "nan",
+        checksum: bool = True,
+        seed: int = 0,
+        memory: str = "1MiB",
+        **options: Any,
+    ) -> None:
+        options = {"max_model_len": 256, "check_integrity": True, "memory_bytes": memory} | options
+        config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
+        self.plan = make_plan(config, path)
+        runner = Worker(path, self.plan).runner
+        self.executor = GuardedExecutor(runner, delay=delay, poison=poison, checksum=checksum)
+        self.core = EngineCore.create(config, self.plan, path, buckets=buckets, executor=self.executor)
+        self.results: dict[tuple[str, int], Result] = {}
+        self.steps = 0
+        self._rng = random.Random(seed)
+        self._preempt_every = preempt_every
+        self._states: dict[str, list[torch.Tensor]] = {}
+        self._cache = self.core.scheduler.cache
+        self._initial = (self._cache.blocks.num_free, self._cache.slots.num_free, self._cache.slabs.num_free)
+        self._reorder_units(slot_order)
+        self._poison_on_free(self._cache.blocks, self.executor.arena.blocks)
+        self._poison_on_free(self._cache.slots, self.executor.arena.slots)
+        self._wrap_schedule(row_order)
+        self._planned: dict[int, list[tuple[str, ...]]] = {}
+        self.executor.on_executed = self._record
+
+    def add(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams | None = None, **more: Any
+    ) -> None:
+        params = params or SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        request = EngineRequest(request_id=request_id, prompt_ids=list(prompt_ids), params=params, **more)
+        self.core.add(request)
+        for index in range(params.n):
+            self.results[request_id, index] = Result(list(prompt_ids))
+
+    def step(self) -> list[SequenceOutput]:
+        running = [r for r in self.core.scheduler.requests.values() if r.status.value == "running"]
+        self.steps += 1
+        if self._preempt_every and running and self.steps % self._preempt_every == 0:
+            self.core.scheduler.preempt(self._rng.choice(running))
+        outputs = self.core.step()
+        self.core.scheduler.check_integrity()
+        for output in outputs:
+            result = self.results[output.request_id, output.index]
+            result.token_ids += output.token_ids
+            result.logprobs += output.logprobs or []
+            result.prompt_logprobs += output.prompt_logprobs or []
+            if output.finish_reason is not None:
+                result.finish_reason = output.finish_reason
+                result.metrics = output.metrics
+        return outputs
+
+    def run(self, limit: int = 5000) -> dict[tuple[str, int], Result]:
+        """Step until nothing is left, then check that all memory is back."""
+        while self.core.has_work:
+            self.step()
+            assert self.steps < limit, "the engine does not come to an end"
+        self.check_drained()
+        return self.results
+
+    def check_drained(self) -> None:
+        cache = self._cache
+        cache.check_integrity([])
+        assert (cache.blocks.num_free, cache.slots.num_free, cache.slabs.num_free) == self._initial
+
+    def slot_states(self, slot: int) -> list[torch.Tensor]:
+        views = [view for view in self.executor.arena.views if isinstance(view, tuple)]
+        return [tensor[slot].clone() for view in views for tensor in view]
+
+    def _record(self, step: StepInput) -> None:
+        """Note each sequence's state and logits after a step; the last note of a sequence is its final state."""
+        row = 0
+        for place, samples in enumerate(self._planned.pop(step.step_id)):
+            slot = int(step.state_slots[place])
+            for request_id in samples:
+                name, _, index = request_id.partition("#")
+                result = self.results[name, int(index or 0)]
+                if self.executor.logits is not None:
+                    result.logits.append(self.executor.logits[row])
+                result.states = self.slot_states(slot) if slot else []
+                row += 1
+
+    def _wrap_schedule(self, row_order: str) -> None:
+        plain = self.core.scheduler.schedule
+
+        def schedule() -> Any:
+            step = plain()
+            if step is None:
+                return None
+            sequences = list(step.sequences)
+            if row_order == "reverse":
+                sequences.reverse()
+            elif row_order == "shuffled":
+                self._rng.shuffle(sequences)
+            self._planned[step.step_id] = [seq.samples for seq in sequences]
+            return dataclasses.replace(step, sequences=tuple(sequences))
+
+        self.core.scheduler.schedule = schedule  # type: ignore[method-assign]
+
+    def _reorder_units(self, order: str) -> None:
+        if order == "forward":
+            return
+        slabs = self._cache.slabs
+        free = list(range(1, slabs.num_slabs))
+        if order == "shuffled":
+            self._rng.shuffle(free)
+        slabs._returned, slabs._fresh = free, slabs.num_slabs
+        for pool in (self._cache.blocks, self._cache.slots):
+            self._reorder_slabs_of(pool, order)
+
+    def _reorder_slabs_of(self, pool: UnitPool, order: str) -> None:
+        plain = pool._open_slab
+
+        def open_slab() -> tuple[int, int]:
+            slab, size = plain()
+            pool._free[slab].reverse()
+            if order == "shuffled":
+                self._rng.shuffle(pool._free[slab])
+            return slab, size
+
+        pool._open_slab = open_slab  # type: ignore[method-assign]
+
+    def _poison_on_free(self, pool: UnitPool, memory: torch.Tensor) -> None:
+        plain = pool._give
+
+        def give(unit: int) -> None:
+            self.executor.fill(memory[unit])
+            plain(unit)
+
+        pool._give = give  # type: ignore[method-assign]
+
+
+class Oracle:
+    """transformers in float32: one uncached forward over a request's tokens, alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def forward(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [T, V] after each token, and the final states of the recurrent layers: conv, then SSM, of each."""
+        key = tuple(token_ids)
+        if key not in self._known:
+            logits, states = oracle(self.model, token_ids)
+            self._known[key] = logits, [tensor for pair in states for tensor in pair]
+        return self._known[key]
+
+    def check(self, result: Result) -> None:
+        """Greedy tokens, the logits that they were drawn from, and the final states are the oracle's."""
+        fed = [*result.prompt_ids, *result.token_ids[:-1]]
+        logits, states = self.forward(fed)
+        expected = logits[len(result.prompt_ids) - 1 :]
+        # what has been drawn is never drawn again, so there is one row of logits a token
+        assert len(result.logits) == len(result.token_ids)
+        assert (torch.stack(result.logits) - expected).abs().max() <= TOLERANCE
+        assert result.token_ids == expected.argmax(-1).tolist()
+        assert len(states) == len(result.states)
+        for mine, theirs in zip(result.states, states, strict=True):
+            assert (mine - theirs).abs().max() <= TOLERANCE
+
+    def check_all(self, results: Mapping[tuple[str, int], Result]) -> None:
+        for key, result in results.items():
+            assert result.finish_reason == "length", key
+            self.check(result)
+
+
+def make_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = 512) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocab_size, length).tolist() for length in lengths]

@@ -1,0 +1,212 @@
+"""An engine without a model: a scheduler, memory as Python dicts, and tokens that depend on all that came
+before.
+
+A step really reads and writes the blocks and slots that it names, so a request that is given somebody else's
+memory, a state twice advanced or a stale slot draws other tokens than it would alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
+from hybridserve.core.request import FinishReason, Request, SamplingParams
+from hybridserve.core.scheduler import Scheduler, TokenEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hybridserve.core.step import ScheduledSequence, ScheduledStep
+
+VOCAB = 31
+EOS = 0
+
+
+def fold(tokens: Sequence[int], state: int = 0) -> int:
+    """The recurrent state after `tokens`."""
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % (2**61 - 1)
+    return state
+
+
+def draw(state: int, index: int, num_output: int, params: SamplingParams) -> int:
+    token = (state * 7919 + index * 104_729) % 1_000_000_007 % VOCAB
+    return 1 if token == EOS and num_output < params.min_tokens else token
+
+
+def alone(prompt_ids: Sequence[int], params: SamplingParams, index: int, max_model_len: int) -> list[int]:
+    """What a request generates when nobody else is there."""
+    tokens, outputs = list(prompt_ids), []
+    while len(outputs) < params.max_tokens and len(tokens) < max_model_len:
+        outputs.append(draw(fold(tokens), index, len(outputs), params))
+        tokens.append(outputs[-1])
+        if len(outputs) > params.min_tokens and (
+            outputs[-1] in params.stop_token_ids or (outputs[-1] == EOS and not params.ignore_eos)
+        ):
+            break
+    return outputs
+
+
+def jamba_layout(num_slabs: int, block_size: int = 4, kind: str = "hybrid", layers: int = 4) -> CacheLayout:
+    """A small model of each kind, in an arena of so many slabs, the null slab included."""
+    kv = PagedKVSpec(num_kv_heads=2, head_dim=16, dtype="float32")
+    state = StateSpec((StateTensor("conv", (32, 3), "float32"), StateTensor("ssm", (32, 4), "float32")))
+    specs = {"hybrid": [state, kv, state, state] * (layers // 4), "kv": [kv], "state": [state]}[kind]
+    layout = CacheLayout.build(specs, block_size, 2**24)
+    return CacheLayout.build(specs, block_size, layout.slab_bytes * num_slabs)
+
+
+class _Captured(NamedTuple):
+    step: ScheduledStep
+    requests: dict[str, Request]
+    tokens: list[list[int | None]]  # None: drawn by a step that has not finished
+
+
+class ScriptedEngine:
+    """Runs a Scheduler with up to `depth` steps in flight, and checks each step that it plans."""
+
+    def __init__(self, layout: CacheLayout, depth: int = 1, **limits: object) -> None:
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
+        self.layout, self.depth = layout, depth
+        self.scheduler = Scheduler(layout, eos_token_ids=[EOS], check_integrity=True, **options)
+        self.requests: dict[str, Request] = {}
+        self.events: list[TokenEvent] = []
+        self.steps: list[ScheduledStep] = []
+        self._flights: deque[_Captured] = deque()
+        self._blocks: dict[tuple[int, int], int] = {}
+        self._slots: dict[int, int] = {}
+        self._drawn: dict[tuple[Request, int], int] = {}  # (request, position) -> token
+
+    def add(self, request_id: str, prompt: Sequence[int], priority: int = 0, **params: object) -> Request:
+        request = Request(request_id, list(prompt), SamplingParams(**params), priority=priority)
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        return request
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        events = self.scheduler.abort(request_id)
+        self.events += events
+        return events
+
+    def step(self) -> ScheduledStep | None:
+        """Plan a step; then, if `depth` are in flight or nothing could be planned, finish the oldest."""
+        step = self.plan()
+        if len(self._flights) >= self.depth or (step is None and self._flights):
+            self.finish_step()
+        return step
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work and not self._flights:
+                return
+            self.step()
+        raise AssertionError("the work never ends")
+
+    def plan(self) -> ScheduledStep | None:
+        step = self.scheduler.schedule()
+        if step is None:
+            assert self._flights or not self.scheduler.has_work, (
+                "nothing runs, nothing is in flight, work is left"
+            )
+            return None
+        for sequence in step.sequences:
+            for name in sequence.samples:
+                self.requests[name] = self.scheduler.requests[name]
+        self._check(step)
+        requests = {
+            sequence.request_id: self.scheduler.requests[sequence.request_id] for sequence in step.sequences
+        }
+        requests |= {name: self.requests[name] for sequence in step.sequences for name in sequence.samples}
+        tokens = []
+        for sequence in step.sequences:
+            request = requests[sequence.request_id]
+            positions = range(sequence.start, sequence.start + sequence.length)
+            known = request.prompt_ids + request.output_ids
+            tokens.append([known[position] if position < len(known) else None for position in positions])
+            assert not (request.params.has_penalties and sequence.samples and None in tokens[-1])
+        self._flights.append(_Captured(step, requests, tokens))
+        self.steps.append(step)
+        return step
+
+    def finish_step(self) -> list[TokenEvent]:
+        step, requests, tokens = self._flights.popleft()
+        blocks, slots = dict(self._blocks), dict(self._slots)
+        for source, destination in step.block_copies:
+            for offset in range(self.layout.block_size):
+                self._blocks[destination, offset] = blocks.get((source, offset), -1)
+        for source, destination in step.state_copies:
+            self._slots[destination] = slots[source]
+        sampled: dict[str, int] = {}
+        for sequence, chunk in zip(step.sequences, tokens, strict=True):
+            state = self._compute(sequence, requests[sequence.request_id], chunk)
+            for name in sequence.samples:
+                request, end = requests[name], sequence.start + sequence.length
+                token = draw(state, request.index, end - request.num_prompt, request.params)
+                sampled[name] = self._drawn[request, end] = token
+        events = self.scheduler.update(step.step_id, sampled)
+        self.events += events
+        return events
+
+    def _compute(self, sequence: ScheduledSequence, request: Request, chunk: list[int | None]) -> int:
+        size, end = self.layout.block_size, sequence.start + sequence.length
+        ids = [
+            self._drawn[request, sequence.start + i] if token is None else token
+            for i, token in enumerate(chunk)
+        ]
+        state = fold(ids, self._slots[sequence.state_slot] if sequence.has_state else 0)
+        if self.layout.slots_per_slab:
+            self._slots[sequence.state_slot] = state
+        if self.layout.blocks_per_slab:
+            for position, token in enumerate(ids, start=sequence.start):
+                self._blocks[sequence.block_ids[position // size], position % size] = token
+            attended = fold([self._blocks[sequence.block_ids[p // size], p % size] for p in range(end)])
+            assert attended == state or not self.layout.slots_per_slab, f"{request.id}: state and KV disagree"
+            state = attended
+        return state
+
+    def _check(self, step: ScheduledStep) -> None:
+        assert 0 < step.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(step.sequences) <= self.scheduler.max_num_seqs
+        written = self._written(step)
+        units = [unit for units in written.values() for unit in units]
+        assert len(set(units)) == len(units), "two sequences write to the same unit"
+        assert ("block", 0) not in units
+        assert ("slot", 0) not in units
+        for flight in self._flights:  # D5: what a step in flight may still write has no new tenant yet
+            before = {unit: owner for owner, units in self._written(flight.step).items() for unit in units}
+            for name, units in written.items():
+                assert all(before.get(unit, name) == name for unit in units), "written by a step in flight"
+
+    def _written(self, step: ScheduledStep) -> dict[str, set[tuple[str, int]]]:
+        written: dict[str, set[tuple[str, int]]] = {}
+        for sequence in step.sequences:
+            end, size = sequence.start + sequence.length, self.layout.block_size
+            units: set[tuple[str, int]] = set()
+            if self.layout.blocks_per_slab:
+                assert len(sequence.block_ids) * size >= end
+                touched = sequence.block_ids[sequence.start // size : -(-end // size)]
+                units |= {("block", block) for block in touched}
+            if self.layout.slots_per_slab:
+                units.add(("slot", sequence.state_slot))
+            written[sequence.request_id] = units
+        return written
+
+    def check_drained(self) -> None:
+        usage = self.scheduler.cache.usage()
+        assert (usage.num_blocks, usage.num_slots, usage.num_slabs, usage.num_bytes) == (0, 0, 0, 0)
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+
+    def check_outputs(self) -> None:
+        """Each finished request generated what it would have generated alone; each aborted one, the beginning
+        of it."""
+        for request in self.requests.values():
+            expected = alone(request.prompt_ids, request.params, request.index, self.scheduler.max_model_len)
+            if request.finish_reason is FinishReason.ABORT:
+                assert request.output_ids == expected[: len(request.output_ids)], request.id
+            else:
+                assert request.finish_reason is not None, f"{request.id} never finished"
+                assert request.output_ids == expected, request.id
+            told = [e.token_id for e in self.events if e.request_id == request.id and e.token_id is not None]
+            assert told == request.output_ids
+            assert [e.request_id for e in self.events if e.finish_reason].count(request.id) == 1

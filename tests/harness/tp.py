@@ -1,0 +1,71 @@
+"""Tensor-parallel ranks as threads of one process: collectives that really sum, and nothing to launch."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hybridserve.distributed.tp import TPGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the ranks of a group exchange tensors. `num_reduced` counts the sums."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
+        self.num_reduced = 0
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.tensors[rank] = x
+        self.barrier.wait()
+        everyone = list(self.tensors)
+        self.barrier.wait()
+        return everyone
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTPGroup(TPGroup):
+    """One rank of a group of threads."""
+
+    meeting: Meeting | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.meeting is not None
+        tensors = self.meeting.exchange(self.rank, x)
+        if self.rank == 0:
+            self.meeting.num_reduced += 1
+        return torch.stack(tensors).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.meeting is not None
+        return torch.cat(self.meeting.exchange(self.rank, x), -1)
+
+
+def run_ranks(size: int, work: Callable[[TPGroup], T]) -> list[T]:
+    """`work(group)` on every rank at once; the results in the order of the ranks."""
+    meeting = Meeting(size)
+
+    def rank(index: int) -> T:
+        try:
+            return work(ThreadTPGroup(index, size, meeting))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(rank, index) for index in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        broken = threading.BrokenBarrierError
+        for error in sorted(errors, key=lambda error: isinstance(error, broken)):
+            raise error
+        return [future.result() for future in futures]

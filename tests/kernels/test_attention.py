@@ -1,0 +1,389 @@
+"""Paged attention: torch_native against the reference, with everything a sequence does not own poisoned."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hybridserve.kernels.attention import BACKENDS, plan, torch_native
+from hybridserve.kernels.attention.interface import AttentionMetadata
+from hybridserve.kernels.attention.reference import Reference
+from hybridserve.kernels.attention.torch_native import TorchNative
+
+POISONS = [float("nan"), 1e3]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""A few roundings (eps) of a result of size about 1."""
+
+
+@dataclass
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class Arena:
+    """A byte buffer of blocks, each holding several layers' K and V, with a gap that rounds it up to 64 bytes."""
+
+    def __init__(self, shape: Shape, num_blocks: int, poison: float, layers: int = 2) -> None:
+        layer = 2 * shape.block_size * shape.kv_heads * shape.head_dim
+        size = shape.dtype.itemsize
+        stride = -(-(layers * layer * size + 1) // 64) * 64 // size
+        self.values = torch.full((num_blocks * stride,), poison, dtype=shape.dtype)
+        row = shape.kv_heads * shape.head_dim
+        self.layers = [
+            self.values.as_strided(
+                (num_blocks, 2, shape.block_size, shape.kv_heads, shape.head_dim),
+                (stride, shape.block_size * row, row, shape.head_dim, 1),
+                i * layer,
+            )
+            for i in range(layers)
+        ]
+
+    def bytes(self) -> torch.Tensor:
+        return self.values.view(torch.uint8)
+
+
+class Case:
+    """Sequences as (context, query) lengths on shuffled blocks; the contexts are in the cache of layer 1 already."""
+
+    def __init__(
+        self, lengths: list[tuple[int, int]], shape: Shape, seed: int, poison: float = float("nan")
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        need = [-(-(context + rows) // shape.block_size) for context, rows in lengths]
+        num_blocks = sum(need) + 4
+        numbers = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        self.shape, self.lengths = shape, lengths
+        self.tables = [[numbers.pop() for _ in range(n)] for n in need]
+        self.arena = Arena(shape, num_blocks, poison)
+        self.cache = self.arena.layers[1]
+        count = sum(rows for _, rows in lengths)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=generator).to(shape.dtype)
+
+        # As a layer has them: three views of one projection's output.
+        width = shape.heads + 2 * shape.kv_heads
+        packed = random(count, width, shape.head_dim)
+        self.query, self.key, self.value = packed.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        for table, (context, _) in zip(self.tables, lengths, strict=True):
+            for position in range(context):
+                block, offset = table[position // shape.block_size], position % shape.block_size
+                self.cache[block, :, offset] = random(2, shape.kv_heads, shape.head_dim)
+
+    def metadata(self) -> AttentionMetadata:
+        return make_metadata(self.lengths, self.tables, self.shape.block_size)
+
+    def run(self, backend: Reference | TorchNative, window: int | None = None) -> torch.Tensor:
+        return backend.forward(
+            self.query,
+            self.key,
+            self.value,
+            self.cache,
+            backend.prepare(self.metadata()),
+            scale=self.shape.scale,
+            window=window,
+        )
+
+
+def make_metadata(
+    lengths: list[tuple[int, int]], tables: list[list[int]], block_size: int, extra_columns: int = 2
+) -> AttentionMetadata:
+    contexts, rows = [c for c, _ in lengths], [q for _, q in lengths]
+    columns = max([len(table) for table in tables], default=0) + extra_columns
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, (context, count) in zip(tables, lengths, strict=True)
+        for position in range(context, context + count)
+    ]
+    block_table = [table + [0] * (columns - len(table)) for table in tables]
+    return AttentionMetadata(
+        query_start=torch.tensor([0, *itertools.accumulate(rows)]),
+        seq_lens=torch.tensor([c + q for c, q in lengths], dtype=torch.int64),
+        block_table=torch.tensor(block_table, dtype=torch.int64).reshape(len(tables), columns),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        query_lens=rows,
+        context_lens=contexts,
+    )
+
+
+def assert_matches_reference(
+    lengths: list[tuple[int, int]],
+    shape: Shape,
+    window: int | None = None,
+    poison: float = float("nan"),
+    seed: int = 0,
+    backend: TorchNative | None = None,
+) -> None:
+    ours, reference = (Case(lengths, shape, seed, poison) for _ in range(2))
+    result = ours.run(backend or TorchNative(), window)
+    expected = reference.run(Reference(), window)
+    tolerance = TOLERANCE[shape.dtype]
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ours.arena.bytes(), reference.arena.bytes())
+
+
+@pytest.fixture(params=["flash", "plain"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchNative:
+    """Both ways to attend: torch's CPU kernel, and the products that other devices use."""
+    if request.param == "plain":
+        monkeypatch.setattr(torch_native, "_flash_is_right", lambda: False)
+        monkeypatch.setattr(torch_native, "SCORE_ELEMENTS", 64)
+    return TorchNative()
+
+
+MIXED = [(0, 7), (13, 1), (9, 5), (0, 1), (4, 1), (8, 4), (31, 1), (0, 33)]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+def test_ragged_batches(native: TorchNative, window: int | None, poison: float) -> None:
+    assert_matches_reference(MIXED, Shape(), window, poison, backend=native)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
+def test_head_shapes(group: int, head_dim: int) -> None:
+    shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim)
+    assert_matches_reference([(0, 5), (6, 3), (9, 1), (2, 1)], shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 5])
+def test_half_precision(native: TorchNative, dtype: torch.dtype, window: int | None) -> None:
+    assert_matches_reference(MIXED, Shape(dtype=dtype), window, backend=native)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_block_sizes(block_size: int) -> None:
+    for window in (None, 4):
+        assert_matches_reference(MIXED, Shape(block_size=block_size), window)
+
+
+def test_f021_decodes_and_prefills_in_every_order() -> None:
+    alone = {lengths: None for lengths in ((5, 1), (12, 1), (0, 6), (7, 3))}
+    for order in itertools.permutations(alone):
+        assert_matches_reference(list(order), Shape(), poison=1e3)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("window", [None, 6])
+def test_f014_a_prompt_cut_anywhere_is_the_same_prompt(window: int | None, poison: float) -> None:
+    shape, native = Shape(), TorchNative()
+    whole = Case([(0, 24)], shape, 0, poison)
+    expected = whole.run(native, window)
+    cuts = [[cut, 24 - cut] for cut in range(1, 24)] + [[1] * 24, [5] * 4 + [4]]
+    for chunks in cuts:
+        case = Case([(0, 24)], shape, 0, poison)
+        outputs, start = [], 0
+        for rows in chunks:
+            part = slice(start, start + rows)
+            metadata = native.prepare(make_metadata([(start, rows)], case.tables, shape.block_size))
+            outputs.append(
+                native.forward(
+                    case.query[part],
+                    case.key[part],
+                    case.value[part],
+                    case.cache,
+                    metadata,
+                    scale=shape.scale,
+                    window=window,
+                )
+            )
+            start += rows
+        torch.testing.assert_close(torch.cat(outputs), expected, atol=2e-6, rtol=2e-6)
+        assert torch.equal(case.arena.bytes(), whole.arena.bytes())
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_company_does_not_matter(window: int | None) -> None:
+    shape, native = Shape(), TorchNative()
+    case = Case(MIXED, shape, 3)
+    together = case.run(native, window).split([rows for _, rows in MIXED])
+    fresh, row = Case(MIXED, shape, 3), 0
+    for table, (context, rows), expected in zip(fresh.tables, MIXED, together, strict=True):
+        part = slice(row, row + rows)
+        metadata = native.prepare(make_metadata([(context, rows)], [table], shape.block_size))
+        result = native.forward(
+            fresh.query[part],
+            fresh.key[part],
+            fresh.value[part],
+            fresh.cache,
+            metadata,
+            scale=shape.scale,
+            window=window,
+        )
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
+        row += rows
+
+
+@pytest.mark.parametrize("window", [None, 3, 11, 40])
+def test_tiles_are_merged(native: TorchNative, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of many tiles, and windows of many spans and tiles, at sizes a test can afford."""
+    monkeypatch.setattr(torch_native, "CPU_TILE_BYTES", 1)
+    monkeypatch.setattr(plan, "WINDOW_ROWS", 4)
+    lengths = [(61, 1), (0, 30), (45, 23), (3, 1), (0, 1), (39, 2)]
+    for block_size in (1, 4, 6):
+        assert_matches_reference(lengths, Shape(block_size=block_size), window, backend=native)
+
+
+def test_window_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MASK_ELEMENTS", 256)
+    metadata = TorchNative().prepare(make_metadata([(9, 70), (0, 70), (3, 1)], [[*range(1, 21)]] * 3, 4))
+    masks = [tile.mask for group in plan.make_plan(metadata, 4, 20, 1024).paged for tile in group.tiles]
+    assert max(mask.numel() for mask in masks if mask is not None) <= 256
+    assert_matches_reference([(9, 70), (0, 70), (3, 1)], Shape(), window=20)
+
+
+def test_a_window_reads_nothing_before_it() -> None:
+    """The blocks that a window has left may have been given away."""
+    shape, native = Shape(), TorchNative()
+    for lengths in ([(21, 1)], [(21, 6)], [(21, 1), (30, 1), (17, 3)]):
+        case = Case(lengths, shape, 0)
+        expected = case.run(native, window=5)
+        gone = Case(lengths, shape, 0)
+        for table, (context, _) in zip(gone.tables, lengths, strict=True):
+            for block in table[: (context - 4) // shape.block_size]:
+                gone.cache[block] = float("nan")
+            for column in range((context - 4) // shape.block_size):
+                table[column] = 0
+        torch.testing.assert_close(gone.run(native, window=5), expected)
+
+
+def test_many_short_rows_are_few_rectangles() -> None:
+    lengths = [(3 * i % 97, 1) for i in range(64)]
+    case = Case(lengths, Shape(), 0)
+    made = plan.make_plan(case.metadata(), 4, None, 1 << 16)
+    assert len(made.paged) <= 4
+    assert_matches_reference(lengths, Shape())
+
+
+def test_empty_batch(native: TorchNative) -> None:
+    case = Case([], Shape(), 0)
+    before = case.arena.bytes().clone()
+    assert case.run(native).shape == (0, 4, 16)
+    assert torch.equal(case.arena.bytes(), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", [[0, 1, 2, 2], [2, 0, 2, 1], [2, 2, 1, 0]])
+def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], order: list[int]) -> None:
+    shape = Shape()
+    live = [(9, 1), (6, 3)]
+    case = Case(live, shape, 0)
+    expected = Case(live, shape, 0).run(Reference()).split([1, 3])
+    lengths, tables = [*live, (0, 1)], [*case.tables, [0]]
+    rows = [range(1), range(1, 4), range(1)]
+    take = torch.tensor([row for which in order for row in rows[which]])
+    guarded = torch.ones(len(case.cache), dtype=torch.bool)
+    guarded[[0, *itertools.chain(*case.tables)]] = False
+    before = case.cache[guarded].clone().view(torch.uint8)
+    instance = backend()
+    metadata = make_metadata([lengths[i] for i in order], [tables[i] for i in order], shape.block_size)
+    result = instance.forward(
+        case.query[take],
+        case.key[take],
+        case.value[take],
+        case.cache,
+        instance.prepare(metadata),
+        scale=shape.scale,
+    )
+    parts = result.split([len(rows[which]) for which in order])
+    assert result.isfinite().all()
+    for which, part in zip(order, parts, strict=True):
+        if which < 2:
+            torch.testing.assert_close(part, expected[which], atol=2e-6, rtol=2e-6)
+    assert torch.equal(case.cache[guarded].view(torch.uint8), before)
+
+
+def test_a_write_changes_its_slots_only() -> None:
+    """Other layers, other blocks, other offsets and the gap between blocks keep their bytes."""
+    lengths = [(5, 2), (11, 1)]
+    case = Case(lengths, Shape(), 0, poison=1e3)
+    written = torch.zeros_like(case.arena.values, dtype=torch.bool)
+    view = written.as_strided(case.cache.shape, case.cache.stride(), case.cache.storage_offset())
+    slots = case.metadata().slot_mapping
+    view[slots // 4, :, slots % 4] = True
+    before = case.arena.values.clone()
+    case.run(TorchNative())
+    assert torch.equal(case.arena.values[~written], before[~written])
+    assert not torch.isclose(case.arena.values[written], before[written]).any()
+    torch.testing.assert_close(case.cache[slots // 4, 0, slots % 4], case.key)
+    torch.testing.assert_close(case.cache[slots // 4, 1, slots % 4], case.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_f073_offsets_past_32_bits(backend: type[TorchNative | Reference]) -> None:
+    """Blocks just past 2^31 elements (and 2^32 bytes more) of lazily committed memory."""
+    shape, instance = Shape(), backend()
+    inner = 2 * shape.block_size * shape.kv_heads * shape.head_dim
+    num_blocks, stride = 9, (1 << 28) + 64
+    values = torch.empty(num_blocks * stride, dtype=shape.dtype)
+    row = shape.kv_heads * shape.head_dim
+    cache = values.as_strided(
+        (num_blocks, 2, shape.block_size, shape.kv_heads, shape.head_dim),
+        (stride, shape.block_size * row, row, shape.head_dim, 1),
+        stride - inner,
+    )
+    small = Case([(0, 6), (0, 1)], shape, 0)
+    low = range(1, 7)
+    cache[list(low)] = 7.0
+    small.tables = [[8, 7], [0]]
+    expected = Case([(0, 6), (0, 1)], shape, 0).run(Reference())
+    arguments = (small.query, small.key, small.value, cache, instance.prepare(small.metadata()))
+    torch.testing.assert_close(instance.forward(*arguments, scale=shape.scale), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(cache[8, 0], small.key[:4])
+    assert (cache[list(low)] == 7.0).all()
+
+    # Continue: the far blocks are now read back as context.
+    longer = Case([(0, 7)], shape, 0)
+    longer.query[:6], longer.key[:6], longer.value[:6] = small.query[:6], small.key[:6], small.value[:6]
+    whole = longer.run(Reference())[6:]
+    step = instance.prepare(make_metadata([(6, 1)], [[8, 7]], shape.block_size))
+    last = (longer.query[6:], longer.key[6:], longer.value[6:], cache, step)
+    torch.testing.assert_close(instance.forward(*last, scale=shape.scale), whole, atol=2e-6, rtol=0)
+
+
+def test_f074_a_chunk_over_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200K tokens of context, a chunk and a decode: equal to a plain softmax, within bounded memory."""
+    shape, context, rows = Shape(heads=2, kv_heads=1, head_dim=8, block_size=16), 200_000, 96
+    need = -(-(context + rows) // shape.block_size)
+    generator = torch.Generator().manual_seed(0)
+    arena = Arena(shape, need + 1, float("nan"), layers=1)
+    cache = arena.layers[0]
+    keys, values = torch.randn(2, context + rows, 8, generator=generator)
+    table = (torch.randperm(need, generator=generator) + 1).tolist()
+    position = torch.arange(context)
+    blocks, offsets = torch.tensor(table)[position // 16], position % 16
+    cache[blocks, 0, offsets, 0], cache[blocks, 1, offsets, 0] = keys[:context], values[:context]
+    query = torch.randn(rows, 2, 8, generator=generator)
+    largest: list[int] = []
+    gather = torch_native._gather
+
+    def measured(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = gather(*arguments)  # type: ignore[arg-type]
+        largest.append(2 * k.numel() * k.element_size())
+        return k, v
+
+    monkeypatch.setattr(torch_native, "_gather", measured)
+    native = TorchNative()
+    metadata = native.prepare(make_metadata([(context, rows)], [table], 16))
+    result = native.forward(
+        query, keys[context:, None], values[context:, None], cache, metadata, scale=shape.scale
+    )
+    scores = torch.einsum("qhd,ld->hql", query.double(), keys.double()) * shape.scale
+    hidden = torch.arange(context + rows) > torch.arange(context, context + rows)[:, None]
+    expected = torch.softmax(scores.masked_fill_(hidden, -torch.inf), -1) @ values.double()
+    torch.testing.assert_close(result.double(), expected.transpose(0, 1), atol=2e-6, rtol=0)
+    assert len(largest) > 1
+    assert max(largest) <= torch_native.CPU_TILE_BYTES
