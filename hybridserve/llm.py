@@ -195,7 +195,8 @@ class LLM:
         if params.stop:
             self._text("stop")
         if isinstance(prompt, str):
-            text, prompt_ids = prompt, self._text("prompt").encode(prompt)
+            # an empty text stays empty, though the tokenizer would put special tokens around it
+            text, prompt_ids = prompt, self._text("prompt").encode(prompt) if prompt else []
         else:
             text, prompt_ids = None, _token_ids(prompt)
         request = EngineRequest(

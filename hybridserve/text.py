@@ -38,7 +38,7 @@ class Tokenizer:
         path = self._directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerMissing(
-                f"no tokenizer.json in {directory}: give prompts as token ids, or set `tokenizer`"
+                f"no tokenizer.json in {directory}"
             )
         self._backend = _load_backend(path)
         self._config = _read_json(self._directory / "tokenizer_config.json")

@@ -202,25 +202,22 @@ def _state_end(spec: StateSpec) -> int:
 
 
 def _cut_slab(block: int, slot: int, limit: int) -> tuple[int, int, int]:
-    """(slab bytes, blocks, slots) for raw sizes `block` and `slot`: see `CacheLayout.build`. Nothing exceeds
-    `limit`."""
+    """(slab bytes, blocks, slots) for units of `block` and `slot` raw bytes: see `CacheLayout.build`."""
     large, small = max(block, slot), min(block, slot)
     large_stride, small_stride = _round_up(large, ALIGNMENT), _round_up(small, ALIGNMENT)
-    best, least_padding = (large_stride, 1, 1), math.inf
+    rank: tuple[int, float] = (1, math.inf)  # least is best: (0, slab) with at most 1 % padding, else (1, padding)
+    least = (1, max(large_stride / large, small_stride / small) - 1)
+    best = (large_stride, 1, 1)
     for num_large in range(1, min(_MAX_LARGE_UNITS, limit // large_stride) + 1):
-        if least_padding <= MAX_PADDING and num_large * large_stride >= best[0]:
+        if rank <= least and num_large * large_stride >= best[0]:
             break
-        fewest = int(num_large * large_stride / (small * (1 + MAX_PADDING)))
         most = int(num_large * large * (1 + MAX_PADDING) / small_stride) + 1
-        for num_small in range(max(1, fewest), most + 1):
-            unit = ALIGNMENT * math.lcm(num_large, num_small)
-            slab = _round_up(max(num_large * large_stride, num_small * small_stride), unit)
+        for num_small in range(1, most + 1):
+            slab = max(num_large * large_stride, num_small * small_stride)
+            slab = _round_up(slab, ALIGNMENT * math.lcm(num_large, num_small))
             padding = max(slab / (num_large * large), slab / (num_small * small)) - 1
-            if least_padding <= MAX_PADDING:
-                better = padding <= MAX_PADDING and slab < best[0]
-            else:
-                better = padding < least_padding
-            if slab <= limit and better:
-                best, least_padding = (slab, num_small, num_large), padding
+            new_rank = (0, slab) if padding <= MAX_PADDING else (1, padding)
+            if slab <= limit and new_rank < rank:
+                rank, best = new_rank, (slab, num_small, num_large)
     slab, num_small, num_large = best
     return (slab, num_small, num_large) if large == slot else (slab, num_large, num_small)

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
 
 AGING = 256
-"""Under the priority policy, one priority level is worth this many arrivals: a request waits at most until
-this many later arrivals a level have passed it, so nothing starves, and the order of two requests never
-changes."""
+"""Under the priority policy, one level weighs as much as having arrived this many requests earlier. So at most
+that many later arrivals a level go before a request, and two requests never change places."""
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -40,8 +39,6 @@ class TokenEvent(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
     num_preemptions: int = 0
     num_forks: int = 0
     num_failed_forks: int = 0
@@ -88,14 +85,11 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         check_integrity: bool = False,
     ) -> None:
-        limits = {
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name}: {value} is below 1")
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
+            raise ValueError(
+                f"max_num_seqs ({max_num_seqs}), max_num_batched_tokens ({max_num_batched_tokens}) and "
+                f"max_model_len ({max_model_len}) must be at least 1"
+            )
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy: {policy!r} is neither 'fcfs' nor 'priority'")
         self.layout = layout
@@ -132,10 +126,6 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self._running)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
 
     # ---- requests come and go
 
@@ -216,12 +206,9 @@ class Scheduler:
     # ---- planning
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None where nothing can run (until `update` has told what the step in flight
-        drew)."""
+        """The next step, or None where nothing can run before `update` brings what is in flight."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
-            raise RuntimeError(
-                f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes before the next schedule()"
-            )
+            raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = _Flight(self._next_step_id, self.max_num_batched_tokens)
         self._fork_children(plan)
         if self._schedule_running(plan):
@@ -238,15 +225,12 @@ class Scheduler:
         self._finished.clear()
         self._in_flight.append(plan)
         self._next_step_id += 1
-        self.counters.num_steps += 1
-        self.counters.num_scheduled_tokens += self.max_num_batched_tokens - plan.budget
         if self._checks:
             self.check_integrity()
         return step
 
     def _fork_children(self, plan: _Flight) -> None:
-        """Before anything else, so before the parents' states move on. A child that can't fork computes its
-        prompt."""
+        """Before the parents' states move on. A child that finds no room computes its prompt instead."""
         if not self._forks:
             return
         promised = self._num_promised_blocks() + (self.layout.blocks_per_slab > 0)
@@ -255,13 +239,8 @@ class Scheduler:
                 continue  # neither parent nor child can run before the tokens are known: no hurry
             del self._forks[parent_id]
             for child in children:
-                copies = None
-                if (
-                    parent.num_computed
-                    and len(self._running) < self.max_num_seqs
-                    and self.cache.fits(promised, 1)
-                ):
-                    copies = self.cache.fork(parent, child)
+                room = len(self._running) < self.max_num_seqs and self.cache.fits(promised, 1)
+                copies = self.cache.fork(parent, child) if room and parent.num_computed else None
                 if copies is None:
                     self.counters.num_failed_forks += 1
                     self._queue_when_known(child)
@@ -276,8 +255,7 @@ class Scheduler:
                 self._release(parent)
 
     def _schedule_running(self, plan: _Flight) -> bool:
-        """Returns whether every running sequence got the memory that it needs, without taking any from
-        others."""
+        """Returns whether each running sequence got the memory it needs without taking another's."""
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
         num_decodes = sum([count == 1 for _, count in todo])
         num_preemptions, starved = self.counters.num_preemptions, False
@@ -285,7 +263,8 @@ class Scheduler:
             if not plan.budget or request.status is not RequestStatus.RUNNING:
                 break
             num_decodes -= count == 1
-            length = min(count, max(1, plan.budget - num_decodes))  # a long prompt leaves room for later decodes
+            # A long prompt leaves room for the decodes after it.
+            length = min(count, max(1, plan.budget - num_decodes))
             num_tokens = request.num_computed + length
             num_blocks = self.cache.blocks_needed(request, num_tokens)
             if num_blocks and (starved or not self._make_room(request, num_tokens, num_blocks)):
@@ -328,10 +307,8 @@ class Scheduler:
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
-        needed = self.cache.blocks_needed
-        return sum(
-            needed(request, min(request.num_tokens, request.max_computed)) for request in self._running
-        )
+        needed, running = self.cache.blocks_needed, self._running
+        return sum(needed(request, min(request.num_tokens, request.max_computed)) for request in running)
 
     def _advance(self, plan: _Flight, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""
@@ -352,11 +329,8 @@ class Scheduler:
         request.last_step = plan.step_id
         plan.budget -= length
         has_state = start > 0 and request.state_slot > 0
-        plan.sequences.append(
-            ScheduledSequence(
-                request.id, start, length, samples, has_state, request.block_ids, request.state_slot
-            )
-        )
+        blocks, slot = request.block_ids, request.state_slot
+        plan.sequences.append(ScheduledSequence(request.id, start, length, samples, has_state, blocks, slot))
 
     def _create_children(self, parent: Request) -> list[Request]:
         children = parent.children()
@@ -368,10 +342,8 @@ class Scheduler:
     # ---- results
 
     def update(self, step_id: int, sampled: Mapping[str, int]) -> list[TokenEvent]:
-        """Take in what the oldest step in flight drew: a token id for each request in its sequences'
-        `samples`.
-
-        Tokens of requests that have ended meanwhile are dropped.
+        """Take in what the oldest step in flight drew: a token id for each request in `samples` of its
+        sequences. Tokens of requests that have ended meanwhile are dropped.
         """
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise ValueError(f"step_id: {step_id} is not the oldest step in flight")
@@ -414,9 +386,10 @@ class Scheduler:
         request.status, request.finish_reason = RequestStatus.FINISHED, finish_reason
         request.num_pending = 0
         fork = self._forks.get(request.parent_id or request.id)
-        if fork is None:
-            self._release(request)
-        elif request is not fork.parent:
+        if fork is not None and request is fork.parent:
+            return  # its children still need what it holds
+        self._release(request)
+        if fork is not None and request in fork.children:
             fork.children.remove(request)
             if not fork.children:
                 del self._forks[fork.parent.id]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridserve.layers.linear import EVERYTHING
 from hybridserve.quant.format import Shard
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class VocabSlice:
-    """This rank's rows of a [vocab, hidden] weight: equal shares, the last ones padded with rows of zeros."""
+    """This rank's rows of a [vocab, hidden] weight: equal shares, the last ones padded with rows that nobody
+    reads."""
 
     def __init__(self, context: BuildContext, vocab_size: int) -> None:
         self.num_rows = -(-vocab_size // context.tp.size)
@@ -57,7 +59,6 @@ class VocabParallelEmbedding:
 
     def _load(self, tensor: torch.Tensor) -> None:
         self.weight[: self.rows.num_real].copy_(tensor[self.rows.source])
-        self.weight[self.rows.num_real :].zero_()
 
 
 class LMHead:
@@ -94,15 +95,8 @@ class LMHead:
         return logits[:, : self.vocab_size].float()
 
     def _load(self, tensor: torch.Tensor) -> None:
-        everything = slice(None)
-        rows = slice(0, self.rows.num_real)
-        if self.rows.num_real < self.rows.num_rows:
-            padding = tensor.new_zeros(self.rows.num_rows - self.rows.num_real, tensor.shape[1])
-            shard = Shard((everything, everything), (slice(self.rows.num_real, None), everything))
-            self.format.load_linear(self.weights, padding, shard)
-        self.format.load_linear(
-            self.weights, tensor, Shard((self.rows.source, everything), (rows, everything))
-        )
+        shard = Shard((self.rows.source, EVERYTHING), (slice(0, self.rows.num_real), EVERYTHING))
+        self.format.load_linear(self.weights, tensor, shard)
 
     def _check_tied(self, name: str, embedding: VocabParallelEmbedding, tensor: torch.Tensor) -> None:
         mine = embedding.weight[: self.rows.num_real]

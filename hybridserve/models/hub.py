@@ -19,9 +19,9 @@ def resolve_model(name: str) -> Path:
     if name == DEMO:
         return Path(__file__).parent / "demo"
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise ValueError(f"model: {name} is a file; a directory in Hugging Face format is needed")
     if not HUB_ID.fullmatch(name):
         raise ValueError(

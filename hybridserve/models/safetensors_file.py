@@ -50,6 +50,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._memory: torch.Tensor | None = None
         self._file: BinaryIO = path.open("rb", buffering=0)
         try:
             self.entries = self._read_header()
@@ -64,10 +65,12 @@ class SafetensorsFile:
         self._file.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, in memory of its own."""
+        """The tensor, until the next one is read: all are read into the same memory."""
         dtype, shape, start, num_bytes = self.entries[name]
-        tensor = torch.empty(shape, dtype=dtype)
-        view = memoryview(cast("Buffer", tensor.flatten().view(torch.uint8).numpy()))
+        if self._memory is None:
+            self._memory = torch.empty(max(e.num_bytes for e in self.entries.values()), dtype=torch.uint8)
+        memory = self._memory[:num_bytes]
+        view = memoryview(cast("Buffer", memory.numpy()))
         self._file.seek(start)
         done = 0
         while done < num_bytes:
@@ -76,7 +79,7 @@ class SafetensorsFile:
             if not count:
                 raise ValueError(f"{self.path}: cut short: the end of {name!r} is missing")
             done += count
-        return tensor
+        return memory.view(dtype).view(shape)
 
     def _read_header(self) -> dict[str, Entry]:
         size = self.path.stat().st_size

@@ -17,6 +17,7 @@ is alone in its rectangle: memory stays bounded and everything else takes one ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Tile:
     blocks: torch.Tensor  # [count * blocks] block ids
     start: int
     stop: int
-    unowned: torch.Tensor | None  # K rows, then V rows, of the gathered tile that no span owns
+    unowned: torch.Tensor | None  # positions of the gathered tile that hold no span's values
     mask: torch.Tensor | None  # [count, 1, width or 1, stop - start], 0 or -inf
     blind: torch.Tensor | None  # [count, 1, width] rows that see nothing of this tile
 
@@ -91,7 +92,7 @@ class Plan:
 
 
 def make_plan(metadata: AttentionMetadata, block_size: int, window: int | None, tile_tokens: int) -> Plan:
-    """Plan a step for layers of this block size and window; about `tile_tokens` keys are gathered at a time."""
+    """Plan a step for layers of this block size and window, gathering about `tile_tokens` keys at a time."""
     causal: list[Span] = []
     contexts: list[Span] = []
     singles: list[Span] = []
@@ -146,33 +147,29 @@ def _window_spans(sequence: int, row: int, rows: int, context: int, window: int)
 
 def _pack(spans: list[Span], block_size: int, tile_blocks: int, banded: bool) -> list[list[Span]]:
     """Spans whose rows and blocks differ by little share a rectangle; its spans are in batch order."""
-
-    def bucket(span: Span) -> int:
-        return max(4, (span.rows - 1).bit_length())
-
-    def blocks(span: Span) -> int:
-        return -(-span.last // block_size) - span.first // block_size
-
+    sized = [
+        (max(4, (span.rows - 1).bit_length()), -(-span.last // block_size) - span.first // block_size, span)
+        for span in spans
+    ]
+    sized.sort(reverse=True)
     groups: list[list[Span]] = []
-    widest = used = 0
-    for span in sorted(spans, key=lambda span: (bucket(span), blocks(span)), reverse=True):
-        size = blocks(span)
-        if groups and bucket(groups[-1][0]) == bucket(span):
+    kind = widest = used = 0
+    for bucket, blocks, span in sized:
+        if bucket == kind:
             total = (len(groups[-1]) + 1) * widest
-            padding = (total - used - size) * block_size
-            mask = total * block_size << bucket(span) if banded else 0
+            padding = (total - used - blocks) * block_size
             if (
                 total <= tile_blocks
-                and mask <= MASK_ELEMENTS
                 and padding <= PADDING_TOKENS + used * block_size // 4
+                and not (banded and total * block_size << bucket > MASK_ELEMENTS)
             ):
                 groups[-1].append(span)
-                used += size
+                used += blocks
                 continue
         groups.append([span])
-        widest = used = size
+        kind, widest, used = bucket, blocks, blocks
     for group in groups:
-        group.sort(key=lambda span: span.row)
+        group.sort(key=attrgetter("row"))
     return groups
 
 
@@ -213,38 +210,38 @@ def _tile(
     num_blocks: int,
 ) -> Tile:
     """`part` of each span's `num_blocks` blocks, the first of which holds its first position."""
-    table = metadata.block_table
-    device = table.device
-    sequence, _, rows, first, last = (list(column) for column in zip(*spans, strict=True))
-    origin = [position - position % block_size + part.start * block_size for position in first]
+    device = metadata.block_table.device
     size = (part.stop - part.start) * block_size
+    origins = [span.first - span.first % block_size + part.start * block_size for span in spans]
     cuts = {
-        (max(0, low - base), min(size, high - base))
-        for low, high, base in zip(first, last, origin, strict=True)
+        (max(0, span.first - origin), min(size, span.last - origin))
+        for span, origin in zip(spans, origins, strict=True)
     }
-    start, stop = cuts.pop() if len(cuts) == 1 else (0, size)
-    exact = not cuts
+    exact = len(cuts) == 1
+    start, stop = cuts.pop() if exact else (0, size)
 
-    def column(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
-    base = column(origin)
-    entries = base // block_size + torch.arange(part.stop - part.start, device=device)
-    blocks = table[column(sequence), entries.clamp_(max=table.shape[1] - 1)].flatten()
+    numbers = [(*span, origin) for span, origin in zip(spans, origins, strict=True)]
+    columns = torch.tensor(numbers, device=device).T[:, :, None]
+    sequence, _, rows, first, end, base = columns
+    entries = torch.arange(part.stop - part.start, device=device)
+    if not exact:
+        used = (end - base + (block_size - 1)) // block_size
+        entries = torch.where(entries < used, entries, 0)  # a shorter span is padded with its first block
+    blocks = metadata.block_table[sequence, base // block_size + entries].flatten()
     if exact and window is None:
         return Tile(blocks, start, stop, None, None, None)
 
     positions = base + torch.arange(size, device=device)
-    owned = (positions >= column(first)) & (positions < column(last))
     unowned = None
     if not exact:
-        places = owned.logical_not().flatten().nonzero().flatten()
-        unowned = torch.cat((places, places + owned.numel()))
+        # The end of the last block is nobody's yet; so are the copies of a first block that is the last, too.
+        foreign = (positions >= end) & ((positions < base + used * block_size) | (end - base < block_size))
+        unowned = foreign.flatten().nonzero().flatten()
     if window is None:
-        visible = owned[:, None]
+        visible = ((positions >= first) & (positions < end))[:, None]
     else:
-        step = torch.minimum(torch.arange(max(rows), device=device), column(rows) - 1)
-        query = (column(last) - column(rows) + step)[:, :, None]
+        index = torch.arange(max(span.rows for span in spans), device=device)
+        query = (end - rows + torch.minimum(index, rows - 1))[:, :, None]
         positions = positions[:, None, start:stop]
         visible = (positions <= query) & (positions > query - window)
     mask = torch.zeros(visible.shape, device=device).masked_fill_(visible.logical_not(), -torch.inf)[:, None]

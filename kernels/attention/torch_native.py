@@ -74,7 +74,8 @@ class TorchNative(AttentionBackend):
         plan = metadata.plan(block_size, window, (CPU_TILE_BYTES if on_cpu else TILE_BYTES) // token_bytes)
 
         keys, values = cache.unbind(1)
-        key, value = key.to(cache.dtype), value.to(cache.dtype)
+        if key.dtype != cache.dtype:
+            key, value = key.to(cache.dtype), value.to(cache.dtype)
         keys.index_put_((plan.blocks, plan.offsets), key)
         values.index_put_((plan.blocks, plan.offsets), value)
 
@@ -85,17 +86,17 @@ class TorchNative(AttentionBackend):
             parts.add(rows, *attend(q, k, v, scale, causal=True))
         for group in plan.paged:
             q = group.rows.take(query)
-            # With one row a query head, the heads that share a KV head become the rows of one head: K and V are
-            # then read once, not once a query head.
+            # With one row a head, the heads that share a KV head become the rows of one head: K and V are
+            # read once, not once a query head.
             fold = group.rows.width == 1
             q = q.reshape(len(q), *heads, -1) if fold else q.transpose(1, 2)
             for i, tile in enumerate(group.tiles):
-                k, v = _gather(keys, values, tile, len(q), query.dtype)
+                k, v = (_gather(x, tile, len(q), query.dtype) for x in (keys, values))
                 out, lse = attend(q, k, v, scale, mask=tile.mask)
                 if tile.blind is not None:
                     lse = lse.masked_fill(tile.blind, -torch.inf)
                 parts.add(group.rows, out, lse, folded=fold, merge=group.continues or i > 0)
-        return parts.out.flatten(1, 2).to(query.dtype)
+        return parts.out.view(query.shape).to(query.dtype)
 
 
 class _Parts:
@@ -107,8 +108,8 @@ class _Parts:
     def __init__(self, query: torch.Tensor, heads: tuple[int, int], *, merges: bool) -> None:
         self.heads = heads
         dtype = torch.promote_types(query.dtype, torch.float32) if merges else query.dtype
-        self.out = query.new_empty(len(query), *heads, query.shape[-1], dtype=dtype)
-        self.lse = query.new_empty(len(query), *heads, 1, dtype=dtype) if merges else None
+        self.out = query.new_empty((len(query), *heads, query.shape[-1]), dtype=dtype)
+        self.lse = query.new_empty((len(query), *heads, 1), dtype=dtype) if merges else None
 
     def add(
         self, rows: Rows, out: torch.Tensor, lse: torch.Tensor, *, folded: bool = False, merge: bool = False
@@ -137,18 +138,14 @@ class _Parts:
         return x.view(len(x), *self.heads, *x.shape[2:])
 
 
-def _gather(
-    keys: torch.Tensor, values: torch.Tensor, tile: Tile, count: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [count, K, positions, D] of a tile, 0 where unowned: what is there may be NaN, like 0 * NaN."""
-    both = keys.new_empty(2, len(tile.blocks), *keys.shape[1:])
-    for cache, gathered in zip((keys, values), both, strict=True):
-        torch.index_select(cache, 0, tile.blocks, out=gathered)
+def _gather(cache: torch.Tensor, tile: Tile, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """One tile of K or V [num_blocks, block_size, K, D] as [count, K, positions, D]."""
+    gathered = cache.index_select(0, tile.blocks)
     if tile.unowned is not None:
-        both.view(-1, keys.shape[2] * keys.shape[3]).index_fill_(0, tile.unowned, 0)
-    both = both.view(2, count, -1, *keys.shape[2:])[:, :, tile.start : tile.stop].to(dtype)
-    k, v = both.transpose(2, 3)
-    return k, v
+        # A mask is not enough: these may be NaN, and so would be their product with a weight of zero.
+        gathered.view(-1, cache.shape[2] * cache.shape[3]).index_fill_(0, tile.unowned, 0)
+    gathered = gathered.view(count, -1, *cache.shape[2:])[:, tile.start : tile.stop].transpose(1, 2)
+    return gathered if gathered.dtype == dtype else gathered.to(dtype)
 
 
 def _attend_flash(

@@ -29,6 +29,10 @@ class Rows:
             return cls(start, num, None)
         return cls(start, num, torch.tensor(positions, device=device))
 
+    def part(self, start: int, num: int) -> Rows:
+        index = None if self.index is None else self.index[start : start + num]
+        return Rows(self.start + start, num, index)
+
     def take(self, x: torch.Tensor) -> torch.Tensor:
         if self.index is None:
             return x.narrow(0, self.start, self.num)
@@ -54,12 +58,17 @@ class Slots:
         fresh = metadata.has_state.index_select(0, members).logical_not().nonzero().flatten()
         return cls(metadata.state_slots.index_select(0, members), fresh)
 
-    def read(self, state: torch.Tensor) -> torch.Tensor:
+    def read(self, state: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The states [n, ...], a float32 copy. What a fresh sequence's slot holds is overwritten: it can't leak."""
-        values = state.index_select(0, self.index).float()
+        if out is None:
+            out = state.new_empty(len(self.index), *state.shape[1:], dtype=torch.float32)
+        if state.dtype == out.dtype:
+            torch.index_select(state, 0, self.index, out=out)
+        else:
+            out.copy_(state.index_select(0, self.index))
         if self.fresh.numel():
-            values.index_fill_(0, self.fresh, 0.0)
-        return values
+            out.index_fill_(0, self.fresh, 0.0)
+        return out
 
     def write(self, state: torch.Tensor, values: torch.Tensor) -> None:
         state.index_copy_(0, self.index, values.to(state.dtype))

@@ -7,21 +7,31 @@ Python loop is over time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
-from hybridserve.kernels.ssm.ragged import Chunks, RaggedMetadata, Rows, Singles, Slots, split
+from hybridserve.kernels.ssm.ragged import Chunks, RaggedMetadata, Rows, Slots, split
 
 _BLOCK_ELEMENTS = 1 << 18
 """How much of h [tokens, N, C] a scan holds at once: 1 MiB, so that a block stays in cache between its passes."""
+
+_SEGMENT_ELEMENTS = 1 << 16
+"""The same for inputs [tokens, C]. Memory that small is recycled; fresh pages cost more than the arithmetic."""
 
 _LOG2_E = math.log2(math.e)
 
 
 class TorchNative(SSMBackend):
+    """One instance serves one thread: it keeps its scratch memory."""
+
     name = "torch_native"
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def prepare(self, metadata: SSMMetadata) -> RaggedMetadata:
         return split(metadata)
@@ -65,28 +75,90 @@ class TorchNative(SSMBackend):
         metadata: SSMMetadata,
     ) -> torch.Tensor:
         ragged = _ragged(metadata)
+        y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
         # exp2 takes little more than half of exp's time; the factor costs one pass over the small A.
         A = A * _LOG2_E
-        y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-        groups: list[tuple[Rows, Singles | Chunks]] = []
-        if ragged.singles is not None:
-            groups.append((ragged.singles.tokens, ragged.singles))
-        if ragged.chunks is not None:
-            groups.append((ragged.chunks.time_major, ragged.chunks))
-        for rows, group in groups:
+
+        def scan(rows: Rows, recurrence: Callable[..., torch.Tensor]) -> None:
             inputs = rows.take(u).float()
             delta = rows.take(dt).float()
             delta = F.softplus(delta if dt_bias is None else delta + dt_bias)
-            b, c = rows.take(B).float(), rows.take(C).float()
-            if isinstance(group, Singles):
-                out = _scan_singles(inputs, delta, A, b, c, state, group.slots)
-            else:
-                out = _scan_chunks(inputs, delta, A, b, c, state, group)
+            out = recurrence(inputs * delta, delta, rows.take(B).float(), rows.take(C).float())
             out.addcmul_(inputs, D)
             if z is not None:
                 out.mul_(F.silu(rows.take(z).float()))
             rows.put(y, out)
+
+        if (singles := ragged.singles) is not None:
+            scan(singles.tokens, partial(self._step, A, state, singles.slots))
+        if (chunks := ragged.chunks) is not None:
+            A = A.t().contiguous()
+            h = chunks.slots.read(state).transpose(1, 2).contiguous()  # [S, N, C]
+            start = 0
+            for widths in _time_blocks(chunks.widths, max_tokens=_SEGMENT_ELEMENTS // u.shape[1]):
+                rows = chunks.time_major.part(start, sum(widths))
+                start += rows.num
+                scan(rows, partial(self._scan, A, h, widths))
+            chunks.slots.write(state, h.transpose(1, 2))
         return y
+
+    def _step(
+        self,
+        A: torch.Tensor,  # [C, N] times log2(e)
+        state: torch.Tensor,
+        slots: Slots,
+        inputs: torch.Tensor,  # [n, C] delta u
+        delta: torch.Tensor,  # [n, C]
+        B: torch.Tensor,  # [n, N]
+        C: torch.Tensor,  # [n, N]
+    ) -> torch.Tensor:
+        """One token for each of n sequences, whose states it reads and writes; C h [n, C]."""
+        h = slots.read(state, out=self._buffer("h", len(delta), *A.shape, like=A))
+        decay = torch.mul(delta.unsqueeze(2), A, out=self._buffer("decay", *h.shape, like=A)).exp2_()
+        h.mul_(decay).addcmul_(inputs.unsqueeze(2), B.unsqueeze(1))
+        slots.write(state, h)
+        return _sum_last(h.mul_(C.unsqueeze(1)))
+
+    def _scan(
+        self,
+        A: torch.Tensor,  # [N, C] times log2(e)
+        h: torch.Tensor,  # [S, N, C]
+        widths: list[int],
+        inputs: torch.Tensor,  # [n, C] delta u
+        delta: torch.Tensor,  # [n, C]
+        B: torch.Tensor,  # [n, N]
+        C: torch.Tensor,  # [n, N]
+    ) -> torch.Tensor:
+        """Some time steps, `widths[t]` tokens at time t, of the sequences whose states h are, in place; C h [n, C].
+
+        Channels are innermost, so that every product below runs over long vectors.
+        """
+        y = torch.empty_like(inputs)
+        start = 0
+        for block in _time_blocks(widths, max_tokens=_BLOCK_ELEMENTS // A.numel()):
+            num = sum(block)
+            now = slice(start, start + num)
+            start += num
+            decays = torch.mul(delta[now].unsqueeze(1), A, out=self._buffer("decay", num, *A.shape, like=A)).exp2_()
+            hs = self._buffer("h", num, *A.shape, like=A)
+            torch.mul(inputs[now].unsqueeze(1), B[now].unsqueeze(2), out=hs)
+            last = h[: block[0]]
+            for step, decay in zip(hs.split(block), decays.split(block), strict=True):
+                if len(step) < len(last):  # the shortest sequences ended one step ago
+                    h[len(step) : len(last)] = last[len(step) :]
+                    last = last[: len(step)]
+                last = step.addcmul_(last, decay)
+            h[: len(last)] = last
+            torch.bmm(C[now].unsqueeze(1), hs, out=y[now].unsqueeze(1))
+        return y
+
+    def _buffer(self, name: str, *shape: int, like: torch.Tensor) -> torch.Tensor:
+        """Scratch of this shape with undefined content, kept from call to call."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.device != like.device:
+            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=like.device)
+        return buffer[:size].view(shape)
 
 
 def _ragged(metadata: SSMMetadata) -> RaggedMetadata:
@@ -95,9 +167,18 @@ def _ragged(metadata: SSMMetadata) -> RaggedMetadata:
 
 def _conv_singles(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, slots: Slots) -> torch.Tensor:
     """x [n, C], one token a sequence; the convolution before bias and activation [n, C], float32."""
-    window = torch.cat([slots.read(state), x.float().unsqueeze(2)], dim=2)
-    slots.write(state, window[:, :, 1:])
-    return _sum_last(window.mul_(weight))
+    x = x.float()
+    num_past = weight.shape[1] - 1
+    out = x * weight[:, num_past]
+    if num_past:
+        past = slots.read(state)  # [n, C, W - 1]
+        new = torch.empty_like(past)
+        # One long copy moves all channels by a place; what crosses into the next channel is then overwritten by x.
+        new.flatten(1)[:, :-1] = past.flatten(1)[:, 1:]
+        new[:, :, -1] = x
+        slots.write(state, new)
+        out += _sum_last(past.mul_(weight[:, :num_past]))
+    return out
 
 
 def _conv_chunks(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, chunks: Chunks) -> torch.Tensor:
@@ -115,62 +196,6 @@ def _conv_chunks(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, chu
     for k in range(1, num_past + 1):
         out.addcmul_(padded[k : k + num_outputs], taps[k])
     return out if token_rows is None else out.index_select(0, token_rows - num_past)
-
-
-def _scan_singles(
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    state: torch.Tensor,
-    slots: Slots,
-) -> torch.Tensor:
-    """u, delta [n, C], one token a sequence; C h [n, C]. A comes multiplied by log2(e)."""
-    h = slots.read(state)
-    h.mul_((delta.unsqueeze(2) * A).exp2_())
-    h.addcmul_((u * delta).unsqueeze(2), B.unsqueeze(1))
-    slots.write(state, h)
-    return _sum_last(h.mul_(C.unsqueeze(1)))
-
-
-def _scan_chunks(
-    u: torch.Tensor,
-    delta: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    state: torch.Tensor,
-    chunks: Chunks,
-) -> torch.Tensor:
-    """u, delta [n, C] in time-major order; C h [n, C]. A comes multiplied by log2(e).
-
-    Holds h as [tokens, N, C]: with channels innermost every product below runs over long vectors.
-    """
-    A = A.t().contiguous()  # [N, C]
-    h = chunks.slots.read(state).transpose(1, 2).contiguous()  # [S, N, C]
-    y = torch.empty_like(u)
-    inputs = u * delta
-    blocks = _time_blocks(chunks.widths, max_tokens=_BLOCK_ELEMENTS // A.numel())
-    decay_buffer = A.new_empty(max(map(sum, blocks)), *A.shape)
-    h_buffer = torch.empty_like(decay_buffer)
-    start = 0
-    for widths in blocks:
-        num = sum(widths)
-        now = slice(start, start + num)
-        start += num
-        decays = torch.mul(delta[now].unsqueeze(1), A, out=decay_buffer[:num]).exp2_()
-        hs = torch.mul(inputs[now].unsqueeze(1), B[now].unsqueeze(2), out=h_buffer[:num])
-        last = h[: widths[0]]
-        for step, decay in zip(hs.split(widths), decays.split(widths), strict=True):
-            if len(step) < len(last):  # the shortest sequences ended one step ago
-                h[len(step) : len(last)] = last[len(step) :]
-                last = last[: len(step)]
-            last = step.addcmul_(last, decay)
-        h[: len(last)] = last
-        torch.bmm(C[now].unsqueeze(1), hs, out=y[now].unsqueeze(1))
-    chunks.slots.write(state, h.transpose(1, 2))
-    return y
 
 
 def _pad_with_past(

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridserve.config.loader import load_config
-from hybridserve.core.request import SamplingParams
+from hybridserve.core.request import Request, RequestStatus, SamplingParams
+from hybridserve.core.step import ScheduledSequence
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.executor import Executor
 from hybridserve.engine.messages import EngineRequest, SequenceOutput
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.core.slabs import UnitPool
-    from hybridserve.engine.input_builder import StepInput
+    from hybridserve.core.step import ScheduledStep
+    from hybridserve.engine.input_builder import BuiltStep, StepInput
     from hybridserve.engine.model_runner import ModelRunner, StepOutput
 
 POISONS = {
@@ -121,8 +123,9 @@ class GuardedExecutor(Executor):
 class Guarded:
     """An engine core over `path`. Every axis of the differential matrix is an argument.
 
-    chunk: max_num_batched_tokens. row_order, slot_order: "forward", "reverse" or "shuffled". preempt_every: force a
-    preemption of a random running sequence every so many steps. buckets: pad steps. delay: steps planned ahead.
+    chunk: max_num_batched_tokens. row_order, slot_order: "forward", "reverse" or "shuffled".
+    preempt_every: force a preemption of a random running sequence every so many steps. buckets: pad steps.
+    delay: steps planned ahead.
     """
 
     def __init__(
@@ -130,36 +133,64 @@ class Guarded:
         path: Path,
         *,
         chunk: int = 64,
-        row_order: str = "forward",
-        slot_order: str = "forward",
-        preempt_every: int | None = None,
         buckets: Sequence[int] = (),
         delay: int = 0,
         poison: str | None = "nan",
         checksum: bool = True,
-        seed: int = 0,
         memory: str = "1MiB",
+        row_order: str = "forward",
+        slot_order: str = "forward",
+        preempt_every: int | None = None,
         **options: Any,
     ) -> None:
         options = {"max_model_len": 256, "check_integrity": True, "memory_bytes": memory} | options
         config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
-        self.plan = make_plan(config, path)
-        runner = Worker(path, self.plan).runner
-        self.executor = GuardedExecutor(runner, delay=delay, poison=poison, checksum=checksum)
-        self.core = EngineCore.create(config, self.plan, path, buckets=buckets, executor=self.executor)
+        plan = make_plan(config, path)
+        executor = GuardedExecutor(Worker(path, plan).runner, delay=delay, poison=poison, checksum=checksum)
+        core = EngineCore.create(config, plan, path, buckets=buckets, executor=executor)
+        self._guard(core, executor, row_order, slot_order, preempt_every)
+
+    @classmethod
+    def over(
+        cls,
+        core: EngineCore,
+        executor: GuardedExecutor,
+        *,
+        row_order: str = "forward",
+        slot_order: str = "forward",
+        preempt_every: int | None = None,
+    ) -> Guarded:
+        """Guards for an engine core that somebody else has built."""
+        guarded = cls.__new__(cls)
+        guarded._guard(core, executor, row_order, slot_order, preempt_every)
+        return guarded
+
+    def _guard(
+        self,
+        core: EngineCore,
+        executor: GuardedExecutor,
+        row_order: str,
+        slot_order: str,
+        preempt_every: int | None,
+    ) -> None:
+        self.core = core
+        self.executor = executor
+        self.layout = executor.layout
+        self.row_order = row_order
+        self.padding = ""
         self.results: dict[tuple[str, int], Result] = {}
         self.steps = 0
-        self._rng = random.Random(seed)
+        self._rng = random.Random(0)
         self._preempt_every = preempt_every
-        self._states: dict[str, list[torch.Tensor]] = {}
-        self._cache = self.core.scheduler.cache
+        self._drawn_at_preemption: dict[str, int] = {}
+        self._planned: dict[int, list[tuple[int, tuple[str, ...]]]] = {}
+        self._cache = core.scheduler.cache
         self._initial = (self._cache.blocks.num_free, self._cache.slots.num_free, self._cache.slabs.num_free)
         self._reorder_units(slot_order)
-        self._poison_on_free(self._cache.blocks, self.executor.arena.blocks)
-        self._poison_on_free(self._cache.slots, self.executor.arena.slots)
-        self._wrap_schedule(row_order)
-        self._planned: dict[int, list[tuple[str, ...]]] = {}
-        self.executor.on_executed = self._record
+        self._poison_on_free(self._cache.blocks, executor.arena.blocks)
+        self._poison_on_free(self._cache.slots, executor.arena.slots)
+        self._wrap_build()
+        executor.on_executed = self._record
 
     def add(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams | None = None, **more: Any
@@ -171,10 +202,9 @@ class Guarded:
             self.results[request_id, index] = Result(list(prompt_ids))
 
     def step(self) -> list[SequenceOutput]:
-        running = [r for r in self.core.scheduler.requests.values() if r.status.value == "running"]
         self.steps += 1
-        if self._preempt_every and running and self.steps % self._preempt_every == 0:
-            self.core.scheduler.preempt(self._rng.choice(running))
+        if self._preempt_every and self.steps % self._preempt_every == 0:
+            self._force_preemption()
         outputs = self.core.step()
         self.core.scheduler.check_integrity()
         for output in outputs:
@@ -186,6 +216,15 @@ class Guarded:
                 result.finish_reason = output.finish_reason
                 result.metrics = output.metrics
         return outputs
+
+    def _force_preemption(self) -> None:
+        """Of a random running sequence that has drawn a token since it was last preempted, so that all end."""
+        running = [r for r in self.core.scheduler.requests.values() if r.status is RequestStatus.RUNNING]
+        ready = [r for r in running if len(r.output_ids) > self._drawn_at_preemption.get(r.id, -1)]
+        if ready:
+            chosen = self._rng.choice(ready)
+            self._drawn_at_preemption[chosen.id] = len(chosen.output_ids)
+            self.core.scheduler.preempt(chosen)
 
     def run(self, limit: int = 5000) -> dict[tuple[str, int], Result]:
         """Step until nothing is left, then check that all memory is back."""
@@ -207,7 +246,7 @@ class Guarded:
     def _record(self, step: StepInput) -> None:
         """Note each sequence's state and logits after a step; the last note of a sequence is its final state."""
         row = 0
-        for place, samples in enumerate(self._planned.pop(step.step_id)):
+        for place, samples in self._planned.pop(step.step_id):
             slot = int(step.state_slots[place])
             for request_id in samples:
                 name, _, index = request_id.partition("#")
@@ -217,22 +256,34 @@ class Guarded:
                 result.states = self.slot_states(slot) if slot else []
                 row += 1
 
-    def _wrap_schedule(self, row_order: str) -> None:
-        plain = self.core.scheduler.schedule
+    def _wrap_build(self) -> None:
+        """Reorder a step's rows, and put padding rows between them, before arrays are made of them."""
+        plain = self.core._builder.build
 
-        def schedule() -> Any:
-            step = plain()
-            if step is None:
-                return None
-            sequences = list(step.sequences)
-            if row_order == "reverse":
-                sequences.reverse()
-            elif row_order == "shuffled":
-                self._rng.shuffle(sequences)
-            self._planned[step.step_id] = [seq.samples for seq in sequences]
-            return dataclasses.replace(step, sequences=tuple(sequences))
+        def build(step: ScheduledStep, requests: Mapping[str, Request]) -> BuiltStep:
+            sequences = self._ordered(list(step.sequences))
+            if self.padding:
+                places = {"before": [0], "between": range(1, len(sequences)), "behind": [len(sequences)]}
+                for place in sorted(places[self.padding], reverse=True):
+                    names = (f"pad{place}a", f"pad{place}b")
+                    requests = {**requests, **{name: Request(name, [0], SamplingParams()) for name in names}}
+                    sequences[place:place] = [ScheduledSequence(name, 0, 1, (), False, (0,), 0) for name in names]
+            self._planned[step.step_id] = [
+                (place, seq.samples) for place, seq in enumerate(sequences) if seq.samples
+            ]
+            return plain(dataclasses.replace(step, sequences=tuple(sequences)), requests)
 
-        self.core.scheduler.schedule = schedule  # type: ignore[method-assign]
+        self.core._builder.build = build  # type: ignore[method-assign]
+
+    def _ordered(self, sequences: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        if self.row_order == "reverse":
+            return sequences[::-1]
+        if self.row_order == "shuffled":
+            self._rng.shuffle(sequences)
+        elif self.row_order != "forward":  # decodes and prefills as spelled, such as "dpdp"
+            kinds = {"d": [s for s in sequences if s.length == 1], "p": [s for s in sequences if s.length > 1]}
+            return [kinds[kind].pop(0) for kind in self.row_order]
+        return sequences
 
     def _reorder_units(self, order: str) -> None:
         if order == "forward":
@@ -281,6 +332,12 @@ class Oracle:
             logits, states = oracle(self.model, token_ids)
             self._known[key] = logits, [tensor for pair in states for tensor in pair]
         return self._known[key]
+
+    def greedy(self, prompt_ids: Sequence[int], count: int) -> list[int]:
+        token_ids = list(prompt_ids)
+        for _ in range(count):
+            token_ids.append(int(self.forward(token_ids)[0][-1].argmax()))
+        return token_ids[len(prompt_ids) :]
 
     def check(self, result: Result) -> None:
         """Greedy tokens, the logits that they were drawn from, and the final states are the oracle's."""

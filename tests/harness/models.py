@@ -15,8 +15,8 @@ from hybridserve.core.cache_spec import PagedKVSpec
 from hybridserve.distributed.tp import TPGroup
 from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
 from hybridserve.kernels.attention.reference import Reference as ReferenceAttention
-from hybridserve.kernels.gemm.interface import GemmBackend
-from hybridserve.kernels.moe.interface import MoEBackend
+from hybridserve.kernels.gemm.reference import Reference as ReferenceGemm
+from hybridserve.kernels.moe.reference import Reference as ReferenceMoE
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.ssm.reference import Reference as ReferenceSSM
 from hybridserve.layers.context import BuildContext, CacheView, ForwardContext
@@ -27,31 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from hybridserve.kernels.gemm.interface import GemmBackend
+    from hybridserve.kernels.moe.interface import MoEBackend
     from hybridserve.models.base import CausalLM
-
-
-class ReferenceGemm(GemmBackend):
-    name = "x"
-
-    def linear(self, x, weight, bias):
-        return torch.nn.functional.linear(x, weight, bias)
-
-
-class ReferenceMoE(MoEBackend):
-    name = "x"
-
-    def route(self, logits, top_k, *, renormalize):
-        w, i = logits.float().softmax(-1).topk(top_k, -1)
-        return w, i
-
-    def experts(self, x, weights, ids, gate_up, down):
-        out = torch.zeros_like(x)
-        for t in range(len(x)):
-            for k in range(ids.shape[1]):
-                e = ids[t, k]
-                g, u = (gate_up[e] @ x[t]).chunk(2)
-                out[t] += weights[t, k].to(x.dtype) * (down[e] @ (torch.nn.functional.silu(g) * u))
-        return out
 
 
 COMMON = {"vocab_size": 512, "hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

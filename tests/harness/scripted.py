@@ -7,12 +7,13 @@ memory, a state twice advanced or a stale slot draws other tokens than it would 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.core.request import FinishReason, Request, SamplingParams
-from hybridserve.core.scheduler import Scheduler, TokenEvent
+from hybridserve.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, TokenEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,13 +49,18 @@ def alone(prompt_ids: Sequence[int], params: SamplingParams, index: int, max_mod
     return outputs
 
 
-def jamba_layout(num_slabs: int, block_size: int = 4, kind: str = "hybrid", layers: int = 4) -> CacheLayout:
-    """A small model of each kind, in an arena of so many slabs, the null slab included."""
+def toy_layout(
+    num_slabs: int, block_size: int = 4, kind: str = "hybrid", *, slots_per_slab: int = 1
+) -> CacheLayout:
+    """A toy model of each kind ("hybrid", "kv", "state"); so many slabs, the null slab included.
+
+    With blocks of 4 tokens a hybrid's slab is 1 slot or 4 blocks, or 2 slots or 5 blocks.
+    """
+    channels = {1: 64, 2: 40}[slots_per_slab]
     kv = PagedKVSpec(num_kv_heads=2, head_dim=16, dtype="float32")
-    state = StateSpec((StateTensor("conv", (32, 3), "float32"), StateTensor("ssm", (32, 4), "float32")))
-    specs = {"hybrid": [state, kv, state, state] * (layers // 4), "kv": [kv], "state": [state]}[kind]
-    layout = CacheLayout.build(specs, block_size, 2**24)
-    return CacheLayout.build(specs, block_size, layout.slab_bytes * num_slabs)
+    state = StateSpec((StateTensor("conv", (channels, 3), "float32"), StateTensor("ssm", (channels, 13), "float32")))
+    specs = {"hybrid": [state, kv], "kv": [kv], "state": [state]}[kind]
+    return dataclasses.replace(CacheLayout.build(specs, block_size, 2**24), num_slabs=num_slabs)
 
 
 class _Captured(NamedTuple):
@@ -91,6 +97,8 @@ class ScriptedEngine:
 
     def step(self) -> ScheduledStep | None:
         """Plan a step; then, if `depth` are in flight or nothing could be planned, finish the oldest."""
+        if len(self._flights) == MAX_STEPS_IN_FLIGHT:
+            self.finish_step()
         step = self.plan()
         if len(self._flights) >= self.depth or (step is None and self._flights):
             self.finish_step()

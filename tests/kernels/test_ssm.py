@@ -360,10 +360,10 @@ def test_scan_in_blocks(backend_class: type[SSMBackend], monkeypatch: pytest.Mon
     """Blocks of the scan may end anywhere, also where sequences end; a block too small for one step holds one."""
     lens, slots = [13, 8, 8, 3, 1], [3, 2, 9, 5, 7]
     layer = Layer.random(sum(lens))
-    for tokens in (1, 2, 5, 16):
-        monkeypatch.setattr(
-            "hybridserve.kernels.ssm.torch_native._BLOCK_ELEMENTS", tokens * NUM_CHANNELS * NUM_STATES
-        )
+    module = "hybridserve.kernels.ssm.torch_native"
+    for tokens, segment in itertools.product((1, 2, 5, 16), (1, 7, 100)):
+        monkeypatch.setattr(f"{module}._BLOCK_ELEMENTS", tokens * NUM_CHANNELS * NUM_STATES)
+        monkeypatch.setattr(f"{module}._SEGMENT_ELEMENTS", segment * NUM_CHANNELS)
         check_against_reference(
             backend_class(), layer, Arena.random(17), batch_of(lens, slots, [True, False, True, True, False])
         )

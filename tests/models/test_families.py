@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridserve.kernels.attention.torch_native import TorchNative as NativeAttention
-#from hybridserve.kernels.gemm.torch_native import TorchNative as NativeGemm
-#from hybridserve.kernels.moe.torch_native import TorchNative as NativeMoE
+from hybridserve.kernels.gemm.torch_native import TorchNative as NativeGemm
+from hybridserve.kernels.moe.torch_native import TorchNative as NativeMoE
 from hybridserve.kernels.ssm.torch_native import TorchNative as NativeSSM
 from hybridserve.models.hub import resolve_model
 from tests.harness.models import Backends, load_runner, oracle, random_ids, save_model
@@ -59,7 +59,7 @@ VARIANTS = {
     ),
 }
 PLAIN = Backends()
-NATIVE = Backends(NativeAttention(), NativeSSM())
+NATIVE = Backends(NativeAttention(), NativeSSM(), NativeGemm(), NativeMoE())
 
 
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -88,6 +88,15 @@ def test_equals_transformers(variant: str, seed: int, backends: Backends, tmp_pa
     assert max_abs(runner.run(ids, chunk=7, sequence=1), want) <= TOLERANCE
     assert_states_equal(runner.states(1), states)
     assert runner.model.weights.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_qwen2_config_of_before_layer_types(tmp_path: Path) -> None:
+    model = save_model("qwen2", tmp_path, 0, **VARIANTS["qwen2-upper-window"][1])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = random_ids(0, LENGTH)
+    assert max_abs(load_runner(tmp_path).run(ids), oracle(model, ids)[0]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba", "llama"])
@@ -132,9 +141,9 @@ def test_state_matters(family: str, tmp_path: Path) -> None:
     ids = random_ids(0, 31)
     for sequence in (0, 1, 2):
         runner.run(ids[:30], sequence=sequence)
-    for conv, ssm in runner.states(1):
+    for _, ssm in runner.states(1):
         ssm.zero_()
-    for conv, ssm in runner.states(2):
+    for conv, _ in runner.states(2):
         conv.zero_()
     kept, no_ssm, no_conv = (runner.step([(sequence, ids[30:])])[0] for sequence in (0, 1, 2))
     assert max_abs(kept, no_ssm) > 0.1

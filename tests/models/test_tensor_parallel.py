@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ import torch
 from hybridserve.layers import linear, mamba1
 from tests.harness.models import load_runner, random_ids, save_model
 from tests.harness.tp import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOLERANCE = 1e-4
 IDS = random_ids(0, 24, vocab_size=500)

@@ -1,0 +1,181 @@
+"""The commands as a user runs them, and how quickly a command line answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hybridserve
+from hybridserve.cli import main
+
+ROOT = Path(__file__).parents[2]
+MODULE = [sys.executable, "-m", "hybridserve"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command that must succeed; returns what it says on standard output and standard error."""
+
+    def run_command(*arguments: object) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as status:
+            main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        assert status.value.code == 0, shown.err
+        return shown.out, shown.err
+
+    return run_command
+
+
+def imported_by(code: str) -> set[str]:
+    """The modules that are there after `code` has run."""
+    code = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    return set(done.stderr.split())
+
+
+def test_import_brings_neither_torch_nor_pydantic():
+    assert not {"torch", "numpy", "transformers", "pydantic"} & imported_by("import hybridserve")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_brings_neither_torch_nor_pydantic(arguments):
+    modules = imported_by(f"from hybridserve.cli import main; main({arguments})")
+    assert not {"torch", "numpy", "transformers", "pydantic"} & modules
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "plan"])
+def test_help_of_a_command_needs_no_torch(command):
+    modules = imported_by(f"from hybridserve.cli import main; main(['{command}', '--help'])")
+    assert not {"torch", "numpy", "transformers"} & modules
+
+
+def test_help_tells_every_key(run):
+    from hybridserve.config.loader import config_keys
+
+    shown, _ = run("plan", "--help")
+    assert all(f"--{key} " in shown for key in config_keys() if key != "model")
+
+
+def test_generate_streams_the_continuation_alone(run):
+    arguments = ("generate", "demo", "--prompt", "The people of the", "--seed", 1, "--max-tokens", 12)
+    text, plan = run(*arguments)
+    first, second = text.split()[:2]
+    assert plan.startswith("model ")
+    assert run(*arguments, "--stop", second)[0].split() == [first]
+
+
+def test_generate_takes_settings_from_file_and_options(run):
+    config = ROOT / "configs" / "demo-cpu.yaml"
+    _, plan = run("generate", config, "--prompt", "The", "--max_num_seqs=3", "--cache.block-size", 32)
+    assert "3 sequences" in plan
+    assert "32 tokens" in plan
+
+
+def test_generate_several_continuations(run):
+    text, _ = run("generate", "demo", "--prompt", "The", "--n", 3, "--max-tokens", 4)
+    assert [line[:3] for line in text.splitlines() if line.startswith("[")] == ["[0]", "[1]", "[2]"]
+
+
+def test_generate_a_file(run, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(
+        '{"prompt": "The people", "max_tokens": 5, "logprobs": 2}\n'
+        '{"prompt": [1, 489], "n": 2, "temperature": 1.0, "logit_bias": {"7": 100}}\n'
+        '{"prompt": "客", "max_tokens": 0, "prompt_logprobs": 0}\n',
+        encoding="utf-8",
+    )
+    arguments = ("generate", "demo", "--prompts", prompts, "--temperature", 0, "--max-tokens", 3)
+    assert run(*arguments, "--out", out)[0] == ""
+    assert sorted(tmp_path.iterdir()) == [out, prompts]
+    first, second, third, last = (json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+    assert (first["prompt"], first["index"], first["finish_reason"]) == ("The people", 0, "length")
+    assert len(first["token_ids"]) == len(first["logprobs"]) == 5
+    assert first["logprobs"][0][0]["token_id"] == first["token_ids"][0]
+    assert (second["token_ids"], second["index"], third["index"]) == ([7] * 3, 0, 1)
+    assert second["prompt"] == [1, 489]
+    assert (last["prompt"], last["token_ids"]) == ("客", [])
+    assert len(last["prompt_logprobs"]) == last["num_prompt_tokens"]
+    assert run(*arguments)[0] == out.read_text(encoding="utf-8")
+
+
+def test_generate_a_file_without_a_tokenizer(run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(Path(hybridserve.__file__).parent / "models" / "demo", model)
+    (model / "tokenizer.json").unlink()
+    (tmp_path / "p.jsonl").write_text('{"prompt": [1, 489], "max_tokens": 3, "temperature": 0}\n')
+    result = json.loads(run("generate", model, "--prompts", tmp_path / "p.jsonl")[0])
+    assert (len(result["token_ids"]), result["text"]) == (3, "")
+
+
+def test_plan_as_json_and_as_a_table(run):
+    plan = json.loads(run("plan", "demo", "--json", "--max_num_seqs", "7")[0])
+    assert plan["max_num_seqs"] == 7
+    assert plan["parameters_total"] == 2_566_432
+    assert 1 <= plan["weight_bytes_per_gpu"] / (2 * 2_566_432) < 1.01  # a few of them are kept in float32
+    assert (
+        plan["kv_bytes_per_token_per_gpu"] == 2 * 2 * 2 * 32 * 2
+    )  # layers, K and V, heads, head size, bytes
+    assert run("plan", "demo")[0].startswith("model ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["demo"]])
+def test_inspect(run, arguments):
+    shown, _ = run("inspect", *arguments)
+    for word in ("torch", "threads", "attention", "torch_native (not reference"):
+        assert word in shown
+
+
+def test_inspect_models(run):
+    assert "JambaForCausalLM" in run("inspect", "--models")[0].splitlines()
+
+
+def test_interrupt_is_quiet():
+    process = subprocess.Popen(
+        [*MODULE, "generate", "demo", "--prompt", "The", "--max-tokens", "4000", "--ignore_eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.read(1)  # it writes: the handlers are in place
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_a_closed_pipe_is_quiet():
+    process = subprocess.Popen(
+        [*MODULE, "generate", "demo", "--prompt", "The", "--max-tokens", "4000", "--ignore_eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+    assert b"Traceback" not in errors
+    assert b"Exception ignored" not in errors
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.strip()
