@@ -16,8 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: demo test test-slow lint format clean
 
+# One thread: a model so small gains nothing from more, and on a busy machine loses much waiting for them.
 demo: $(VENV)/.installed
-	@$(BIN)/hybridserve generate demo --prompt "The people of the" --temperature 0.7 --top_k 40 --max-tokens 120
+	@OMP_NUM_THREADS=1 $(BIN)/hybridserve generate demo --prompt "The people of the" --temperature 0.7 --top_k 40 --max-tokens 120
 
 test: $(VENV)/.installed-test
 	$(PYTEST)

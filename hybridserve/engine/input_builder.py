@@ -136,14 +136,17 @@ class InputBuilder:
         input_ids, pending = self._tokens(sequences, requests, query_start)
         row = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, lengths)
-        blocks = block_table[row, positions // self._block_size].astype(np.int64)
+        slot_mapping = np.zeros_like(positions)
+        if block_table.shape[1]:  # else no layer has blocks
+            blocks = block_table[row, positions // self._block_size].astype(np.int64)
+            slot_mapping = blocks * self._block_size + positions % self._block_size
         sampling, sample_ids = self._sampling(sequences, requests, query_start)
         prompt_logprobs, prompt_spans = self._prompt_logprobs(sequences, requests, query_start)
         step_input = StepInput(
             step_id=step.step_id,
             input_ids=input_ids,
             positions=positions,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            slot_mapping=slot_mapping,
             query_start=query_start,
             seq_lens=starts + lengths,
             block_table=block_table,
@@ -164,7 +167,7 @@ class InputBuilder:
     def _block_table(self, sequences: Sequence[ScheduledSequence], num_padding: int) -> np.ndarray:
         """[S, B]; 0, the null block, beyond each sequence's blocks."""
         width = max((len(seq.block_ids) for seq in sequences), default=0)
-        table = np.zeros((len(sequences) + num_padding, max(width, 1)), dtype=np.int32)
+        table = np.zeros((len(sequences) + num_padding, width), dtype=np.int32)
         for row, seq in enumerate(sequences):
             resident = self._resident.setdefault(seq.request_id, _Resident())
             num_blocks, known = len(seq.block_ids), resident.num_blocks

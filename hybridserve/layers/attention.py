@@ -54,8 +54,6 @@ class Attention:
         self.num_kv_heads = sizes[1] // head_dim
         self.scale = head_dim**-0.5
         self.window = window
-        self.cache_dtype = getattr(torch, context.cache_dtype)
-        self.casts = self.cache_dtype != context.dtype
         self.cache = context.register_cache(
             PagedKVSpec(self.num_kv_heads, head_dim, context.cache_dtype, window)
         )
@@ -70,8 +68,6 @@ class Attention:
         else:
             query_key, value = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
             query, key = torch.split_with_sizes(rotate(query_key, rotation), (num_heads, num_kv_heads), 1)
-        if self.casts:
-            key, value = key.to(self.cache_dtype), value.to(self.cache_dtype)
         cache = cast("torch.Tensor", context.caches[self.cache])
         out = self.backend.forward(
             query, key, value, cache, context.attention, scale=self.scale, window=self.window

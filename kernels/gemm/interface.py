@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybridserve.kernels.registry import Backend
+
+if TYPE_CHECKING:
+    import torch
 
 
 class GemmBackend(Backend):
     """Dense projections of unquantized weights."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Lay a loaded weight [out, in] out as `linear` likes it. Called once; the result replaces the weight."""
+        """Lay a loaded weight [out, in] out as `linear` likes it. Called once; the result replaces it."""
         return weight
 
     @abstractmethod

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from hybridserve.kernels.gemm.interface import GemmBackend
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Reference(GemmBackend):

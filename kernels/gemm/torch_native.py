@@ -1,9 +1,9 @@
 """Projections by torch's matrix multiplication, for any device. Knows tensors; knows no model.
 
-The one thing that needs care is a half-precision weight on a CPU without half-precision instructions: there torch
-multiplies element by element, which is right for a row or three (the weight is read once, as it is) and up to 30
-times slower than float32 for more. Those are multiplied in float32, a slice of the weight at a time: products of
-two bfloat16 are exact in float32, so the result is the better one too, and the weight is never held twice.
+The one thing that needs care is a half-precision weight on a CPU without half-precision instructions: there
+torch multiplies element by element, which is right for a row or three (the weight is read once, as it is) and
+up to 10 times slower than float32 for more. Those are multiplied in float32, a slice of the weight at a time:
+products of two half-precision numbers are exact in float32, and the weight is never held twice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def widens(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def widened_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, in] of any dtype times a half-precision weight [out, in] in float32; [M, out] float32, not rounded."""
+    """x [M, in] of any dtype times a half-precision weight [out, in]; [M, out] float32, not rounded."""
     num_outputs, num_inputs = weight.shape
     x = x.float()
     y = x.new_empty(x.shape[0], num_outputs)

@@ -14,7 +14,9 @@ from hybridserve.kernels.moe.interface import MoEBackend
 class Reference(MoEBackend):
     name = "reference"
 
-    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, logits: torch.Tensor, top_k: int, *, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities = torch.softmax(logits.float(), dim=-1)
         weights, ids = torch.topk(probabilities, top_k, dim=-1)
         if renormalize:

@@ -1,7 +1,7 @@
 """A mixture of experts out of torch operations, for any device. Knows tensors; knows no model.
 
-Tokens are grouped by expert, so each expert that was hit at all is one pair of matrix multiplications. A token's
-result is a sum over its own k experts in the router's order, whoever else is in the batch.
+Tokens are grouped by expert, so each expert that was hit at all is one pair of matrix multiplications. A
+token's result is a sum over its own k experts in the router's order, whoever else is in the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from hybridserve.kernels.moe.interface import MoEBackend
 class TorchNative(MoEBackend):
     name = "torch_native"
 
-    def route(self, logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(
+        self, logits: torch.Tensor, top_k: int, *, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
         if renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hybridserve.kernels.registry import Backend
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
 class SSMMetadata:
-    """One step's tokens, `T` in all, of `S` sequences laid end to end. Built once a step, shared by all layers.
+    """One step's tokens, `T` in all, of `S` sequences laid end to end.
 
-    A backend's `prepare` may return a subclass with derived index tensors.
+    Built once a step, shared by all layers. A backend's `prepare` may return a subclass with derived tensors.
     """
 
     query_start: torch.Tensor  # [S + 1] int64, first token of each sequence in the flat batch
     state_slots: torch.Tensor  # [S] int64; 0 is the null slot of padding rows
-    has_state: torch.Tensor  # [S] bool; where false the slot's content is not read: the state starts from zero
+    has_state: (
+        torch.Tensor
+    )  # [S] bool; where false the slot's content is not read: the state starts from zero
     query_lens: list[int]  # [S] the same facts on the host, so that no kernel has to wait for the device
 
 
@@ -43,8 +47,8 @@ class SSMBackend(Backend):
     ) -> torch.Tensor:
         """y[t] = silu(bias + sum_k weight[:, k] * x[t - W + 1 + k]) a channel; [T, C] in x's dtype.
 
-        Inputs before a sequence's first token of the step come from its slot, or are zero where it has no state.
-        Writes each slot's new last W - 1 inputs.
+        Inputs before a sequence's first token of the step come from its slot, or are zero where it has no
+        state. Writes each slot's new last W - 1 inputs.
         """
 
     @abstractmethod
@@ -64,6 +68,6 @@ class SSMBackend(Backend):
         """Mamba-1's selective scan (arXiv 2312.00752, algorithm 2), computed in float32; [T, C] in u's dtype.
 
         delta = softplus(dt + dt_bias); h[t] = exp(delta A) h[t-1] + delta B[t] u[t]; y = C[t] h[t] + D u[t];
-        y *= silu(z). h starts from the sequence's slot, or from zero where it has no state; the last h is written
-        back to the slot.
+        y *= silu(z). h starts from the sequence's slot, or from zero where it has no state; the last h is
+        written back to the slot.
         """

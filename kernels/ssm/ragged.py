@@ -1,12 +1,12 @@
 """Splits a ragged batch by length of query, once a step. Knows indices; knows no operator.
 
-Sequences of one token are `Singles`; longer ones are `Chunks`. Which of the two a sequence is depends on its own
-length alone; whether it has a state is read from `has_state`, never inferred from that length.
+Sequences of one token are `Singles`; longer ones are `Chunks`. Which of the two a sequence is depends on its
+own length alone; whether it has a state is read from `has_state`, never inferred from that length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -59,7 +59,10 @@ class Slots:
         return cls(metadata.state_slots.index_select(0, members), fresh)
 
     def read(self, state: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The states [n, ...], a float32 copy. What a fresh sequence's slot holds is overwritten: it can't leak."""
+        """A float32 copy of the states [n, ...]. What a fresh slot holds is overwritten, so it can't leak.
+
+        `out`, of that shape and with any content, saves the allocation.
+        """
         if out is None:
             out = state.new_empty(len(self.index), *state.shape[1:], dtype=torch.float32)
         if state.dtype == out.dtype:
@@ -83,17 +86,60 @@ class Singles:
 
 
 @dataclass(slots=True)
+class Edges:
+    """Where sequences meet, as a convolution over P past inputs sees it.
+
+    Row numbers index the past inputs of all sequences [S * P] followed by the inputs of `tokens`.
+    """
+
+    tokens: torch.Tensor  # [E] flat positions of the first and the last P tokens of each sequence
+    heads: Rows  # [H] flat positions of the first P tokens of each sequence
+    windows: torch.Tensor  # [H, P + 1] rows that each head sees, itself last
+    tails: torch.Tensor  # [S, P] rows of the last P inputs of each sequence, past ones included
+
+
+@dataclass(slots=True)
 class Chunks:
     """Sequences with more than one token in this step, longest first."""
 
     slots: Slots
+    spans: list[tuple[int, int]]
+    """Where each sequence starts and ends in the flat batch."""
     tokens: Rows
-    """One sequence after the other."""
-    sequence_of_token: torch.Tensor  # [n]
-    ends: torch.Tensor  # [S] where each sequence's tokens end, within `tokens`
+    """In the order of the flat batch."""
     time_major: Rows
-    """Ordered by time, then sequence. As the longest come first, those alive at time t are the first `widths[t]`."""
+    """Ordered by time, then sequence: those alive at time t are the first `widths[t]`, the longest."""
     widths: list[int]
+    _edges: dict[int, Edges] = field(default_factory=dict)
+
+    def edges(self, num_past: int) -> Edges:
+        """Computed once a step: all convolutions of a model are equally wide."""
+        if num_past not in self._edges:
+            self._edges[num_past] = self._find_edges(num_past)
+        return self._edges[num_past]
+
+    def _find_edges(self, num_past: int) -> Edges:
+        tokens: list[int] = []
+        heads: list[int] = []
+        windows: list[list[int]] = []
+        tails: list[list[int]] = []
+        for sequence, (start, stop) in enumerate(self.spans):
+            num = min(num_past, stop - start)
+            past = range(sequence * num_past, (sequence + 1) * num_past)
+            row = len(self.spans) * num_past + len(tokens)
+            first = [*past, *range(row, row + num)]
+            last = [*past, *range(row + num, row + 2 * num)]
+            tokens += [*range(start, start + num), *range(stop - num, stop)]
+            heads += range(start, start + num)
+            windows += [first[i : i + num_past + 1] for i in range(num)]
+            tails.append(last[num:])
+        device = self.slots.index.device
+        return Edges(
+            torch.tensor(tokens, device=device),
+            Rows.at(heads, device),
+            torch.tensor(windows, device=device),
+            torch.tensor(tails, device=device),
+        )
 
 
 @dataclass(slots=True)
@@ -103,6 +149,7 @@ class RaggedMetadata(SSMMetadata):
 
 
 def split(metadata: SSMMetadata) -> RaggedMetadata:
+    """Everything about a batch that does not differ between layers."""
     lens = metadata.query_lens
     starts = [0, *accumulate(lens)]
     short = [i for i, length in enumerate(lens) if length == 1]
@@ -124,21 +171,19 @@ def _singles(metadata: SSMMetadata, members: list[int], starts: list[int]) -> Si
 
 def _chunks(metadata: SSMMetadata, members: list[int], starts: list[int]) -> Chunks:
     device = metadata.state_slots.device
-    lens = [metadata.query_lens[i] for i in members]
-    tokens = [position for i in members for position in range(starts[i], starts[i + 1])]
+    spans = [(starts[i], starts[i + 1]) for i in members]
     time_major: list[int] = []
     widths: list[int] = []
-    alive = len(members)
-    for t in range(lens[0]):
-        while lens[alive - 1] <= t:
+    alive = len(spans)
+    for t in range(metadata.query_lens[members[0]]):
+        while spans[alive - 1][0] + t >= spans[alive - 1][1]:
             alive -= 1
-        time_major += [starts[i] + t for i in members[:alive]]
+        time_major += [start + t for start, _ in spans[:alive]]
         widths.append(alive)
     return Chunks(
         slots=Slots.of(metadata, members),
-        tokens=Rows.at(tokens, device),
-        sequence_of_token=torch.arange(len(members)).repeat_interleave(torch.tensor(lens)).to(device),
-        ends=torch.tensor(list(accumulate(lens)), device=device),
+        spans=spans,
+        tokens=Rows.at(sorted(time_major), device),
         time_major=Rows.at(time_major, device),
         widths=widths,
     )

@@ -1,6 +1,6 @@
 """The plainest definition of the state-space operators: one token at a time, in float32.
 
-Every other backend is tested against this one. Knows tensors; knows no request, no model and nothing of speed.
+Every other backend is tested against this one. Knows tensors; knows no request and no model.
 """
 
 from __future__ import annotations

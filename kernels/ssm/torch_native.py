@@ -1,28 +1,32 @@
-"""State-space operators out of torch operations, for any device. Knows tensors; knows no request and no model.
+"""State-space operators out of torch operations, for any device. Knows tensors; knows no request, no model.
 
-Decodes go through one batched update; longer queries through a convolution over one buffer and a scan whose only
-Python loop is over time.
+Sequences of one token go through one batched update, longer ones through a convolution over all their tokens
+and a scan whose only Python loop is over time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
-from hybridserve.kernels.ssm.ragged import Chunks, RaggedMetadata, Rows, Slots, split
+from hybridserve.kernels.ssm.ragged import Chunks, Edges, RaggedMetadata, Rows, Slots, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BLOCK_ELEMENTS = 1 << 18
-"""How much of h [tokens, N, C] a scan holds at once: 1 MiB, so that a block stays in cache between its passes."""
+"""How much of h [tokens, N, C] a scan holds at once: 1 MiB, to stay in cache between passes."""
 
-_SEGMENT_ELEMENTS = 1 << 16
-"""The same for inputs [tokens, C]. Memory that small is recycled; fresh pages cost more than the arithmetic."""
+_SEGMENT_ELEMENTS = 1 << 18
+"""The same for inputs [tokens, C]: so little is recycled, and fresh pages cost more than the arithmetic."""
 
 _LOG2_E = math.log2(math.e)
+"""For exp(x) as exp2(x log2(e)): torch's exp2 takes little more than half the time of its exp."""
 
 
 class TorchNative(SSMBackend):
@@ -48,17 +52,25 @@ class TorchNative(SSMBackend):
     ) -> torch.Tensor:
         ragged = _ragged(metadata)
         weight = weight.float()
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-        def finish(out: torch.Tensor) -> torch.Tensor:
+        def put(rows: Rows, out: torch.Tensor) -> None:
             if bias is not None:
                 out.add_(bias)
-            return F.silu(out, inplace=True) if silu else out
+            rows.put(y, F.silu(out, inplace=True) if silu else out)
 
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if (singles := ragged.singles) is not None:
-            singles.tokens.put(y, finish(_conv_singles(singles.tokens.take(x), weight, state, singles.slots)))
+            put(singles.tokens, _conv_singles(singles.tokens.take(x), weight, state, singles.slots))
         if (chunks := ragged.chunks) is not None:
-            chunks.tokens.put(y, finish(_conv_chunks(chunks.tokens.take(x), weight, state, chunks)))
+            taps = weight.t().contiguous()  # [W, C]
+            segment = max(1, _SEGMENT_ELEMENTS // x.shape[1])
+            for start in range(0, chunks.tokens.num, segment):
+                num = min(segment, chunks.tokens.num - start)
+                put(chunks.tokens.part(start, num), _conv_flat(x, taps, chunks.tokens, start, num))
+            if len(taps) > 1:
+                # A sequence's first outputs saw another's tokens: they are made again, from its own past.
+                edges = chunks.edges(num_past=len(taps) - 1)
+                put(edges.heads, _conv_heads(x, taps, state, chunks, edges))
         return y
 
     def selective_scan(
@@ -76,8 +88,6 @@ class TorchNative(SSMBackend):
     ) -> torch.Tensor:
         ragged = _ragged(metadata)
         y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-        # exp2 takes little more than half of exp's time; the factor costs one pass over the small A.
-        A = A * _LOG2_E
 
         def scan(rows: Rows, recurrence: Callable[..., torch.Tensor]) -> None:
             inputs = rows.take(u).float()
@@ -92,7 +102,7 @@ class TorchNative(SSMBackend):
         if (singles := ragged.singles) is not None:
             scan(singles.tokens, partial(self._step, A, state, singles.slots))
         if (chunks := ragged.chunks) is not None:
-            A = A.t().contiguous()
+            A = (A * _LOG2_E).t().contiguous()
             h = chunks.slots.read(state).transpose(1, 2).contiguous()  # [S, N, C]
             start = 0
             for widths in _time_blocks(chunks.widths, max_tokens=_SEGMENT_ELEMENTS // u.shape[1]):
@@ -104,7 +114,7 @@ class TorchNative(SSMBackend):
 
     def _step(
         self,
-        A: torch.Tensor,  # [C, N] times log2(e)
+        A: torch.Tensor,  # [C, N]
         state: torch.Tensor,
         slots: Slots,
         inputs: torch.Tensor,  # [n, C] delta u
@@ -114,8 +124,8 @@ class TorchNative(SSMBackend):
     ) -> torch.Tensor:
         """One token for each of n sequences, whose states it reads and writes; C h [n, C]."""
         h = slots.read(state, out=self._buffer("h", len(delta), *A.shape, like=A))
-        decay = torch.mul(delta.unsqueeze(2), A, out=self._buffer("decay", *h.shape, like=A)).exp2_()
-        h.mul_(decay).addcmul_(inputs.unsqueeze(2), B.unsqueeze(1))
+        log2_decay = torch.mul((delta * _LOG2_E).unsqueeze(2), A, out=self._buffer("decay", *h.shape, like=A))
+        h.mul_(log2_decay.exp2_()).addcmul_(inputs.unsqueeze(2), B.unsqueeze(1))
         slots.write(state, h)
         return _sum_last(h.mul_(C.unsqueeze(1)))
 
@@ -129,7 +139,7 @@ class TorchNative(SSMBackend):
         B: torch.Tensor,  # [n, N]
         C: torch.Tensor,  # [n, N]
     ) -> torch.Tensor:
-        """Some time steps, `widths[t]` tokens at time t, of the sequences whose states h are, in place; C h [n, C].
+        """Some time steps, `widths[t]` tokens at time t; C h [n, C]. Moves the states h on, in place.
 
         Channels are innermost, so that every product below runs over long vectors.
         """
@@ -139,11 +149,12 @@ class TorchNative(SSMBackend):
             num = sum(block)
             now = slice(start, start + num)
             start += num
-            decays = torch.mul(delta[now].unsqueeze(1), A, out=self._buffer("decay", num, *A.shape, like=A)).exp2_()
+            decays = self._buffer("decay", num, *A.shape, like=A)
+            torch.mul(delta[now].unsqueeze(1), A, out=decays).exp2_()
             hs = self._buffer("h", num, *A.shape, like=A)
             torch.mul(inputs[now].unsqueeze(1), B[now].unsqueeze(2), out=hs)
             last = h[: block[0]]
-            for step, decay in zip(hs.split(block), decays.split(block), strict=True):
+            for step, decay in zip(torch.split(hs, block), torch.split(decays, block), strict=True):
                 if len(step) < len(last):  # the shortest sequences ended one step ago
                     h[len(step) : len(last)] = last[len(step) :]
                     last = last[: len(step)]
@@ -157,7 +168,8 @@ class TorchNative(SSMBackend):
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.device != like.device:
-            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=like.device)
+            with torch.inference_mode(False):  # else it could not be written to outside of inference mode
+                buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=like.device)
         return buffer[:size].view(shape)
 
 
@@ -166,63 +178,46 @@ def _ragged(metadata: SSMMetadata) -> RaggedMetadata:
 
 
 def _conv_singles(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """x [n, C], one token a sequence; the convolution before bias and activation [n, C], float32."""
+    """x [n, C], one token a sequence; the convolution [n, C] before bias and activation, float32."""
     x = x.float()
-    num_past = weight.shape[1] - 1
-    out = x * weight[:, num_past]
-    if num_past:
+    out = x * weight[:, -1]
+    if weight.shape[1] > 1:
         past = slots.read(state)  # [n, C, W - 1]
         new = torch.empty_like(past)
-        # One long copy moves all channels by a place; what crosses into the next channel is then overwritten by x.
+        # One long copy moves all channels by a place; x overwrites what crosses into the next channel.
         new.flatten(1)[:, :-1] = past.flatten(1)[:, 1:]
         new[:, :, -1] = x
         slots.write(state, new)
-        out += _sum_last(past.mul_(weight[:, :num_past]))
+        out += _sum_last(past.mul_(weight[:, :-1]))
     return out
 
 
-def _conv_chunks(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """x [n, C], sequence after sequence; the convolution before bias and activation [n, C], float32.
-
-    Each sequence's last W - 1 inputs go in front of its tokens, so that one shifted product a tap serves all.
-    """
-    taps = weight.t().contiguous()  # [W, C]
+def _conv_flat(x: torch.Tensor, taps: torch.Tensor, tokens: Rows, start: int, num: int) -> torch.Tensor:
+    """Tokens start .. start + num as if they and those before were one sequence; [num, C] as above."""
     num_past = len(taps) - 1
+    first = max(start - num_past, 0)
+    before = start - first
+    wide = tokens.part(first, before + num).take(x).float()
+    out = wide[before:] * taps[num_past]
+    for back in range(1, num_past + 1):
+        skip = max(back - before, 0)  # outputs that have nothing that far back
+        if skip < num:
+            out[skip:].addcmul_(wide[before + skip - back : before + num - back], taps[num_past - back])
+    return out
+
+
+def _conv_heads(
+    x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, chunks: Chunks, edges: Edges
+) -> torch.Tensor:
+    """The outputs [H, C] that a sequence's past takes part in, as above; writes the new states."""
     past = chunks.slots.read(state).transpose(1, 2)  # [S, W - 1, C]
-    padded, token_rows, tails = _pad_with_past(x, past, chunks)
-    chunks.slots.write(state, padded[tails].transpose(1, 2))
-    num_outputs = len(padded) - num_past
-    out = padded[:num_outputs] * taps[0]
-    for k in range(1, num_past + 1):
-        out.addcmul_(padded[k : k + num_outputs], taps[k])
-    return out if token_rows is None else out.index_select(0, token_rows - num_past)
-
-
-def _pad_with_past(
-    x: torch.Tensor, past: torch.Tensor, chunks: Chunks
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Rows of x [n, C] with each sequence's past [S, P, C] before them, float32 [n + S P, C].
-
-    Also the rows where the tokens are (None: all but the first P), and those of each sequence's last P inputs [S, P].
-    """
-    num_sequences, num_past, num_channels = past.shape
-    tail = torch.arange(-num_past, 0, device=x.device)
-    if num_sequences == 1:
-        padded = torch.cat([past[0], x.float()])
-        return padded, None, (len(padded) + tail).unsqueeze(0)
-    shift = num_past * torch.arange(1, num_sequences + 1, device=x.device)
-    token_rows = torch.arange(len(x), device=x.device) + shift.index_select(0, chunks.sequence_of_token)
-    ends = chunks.ends + shift
-    tails = ends.unsqueeze(1) + tail
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    padded = past.new_empty(len(x) + num_sequences * num_past, num_channels)
-    padded.index_copy_(0, token_rows, x.float())
-    padded[starts.unsqueeze(1) + torch.arange(num_past, device=x.device)] = past
-    return padded, token_rows, tails
+    rows = torch.cat([past.flatten(0, 1), x.index_select(0, edges.tokens).float()])
+    chunks.slots.write(state, rows[edges.tails].transpose(1, 2))
+    return (rows[edges.windows] * taps).sum(dim=1)
 
 
 def _time_blocks(widths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cuts a walk over time, `widths[t]` tokens at time t, into blocks of at most max_tokens or one time step."""
+    """Cuts `widths`, tokens by time, into blocks of at most max_tokens, or of one time step."""
     blocks: list[list[int]] = []
     room = 0
     for width in widths:

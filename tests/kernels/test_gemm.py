@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from hybridserve.kernels.gemm import BACKENDS, Reference
-from hybridserve.kernels.gemm.interface import GemmBackend
+
+if TYPE_CHECKING:
+    from hybridserve.kernels.gemm.interface import GemmBackend
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
@@ -26,9 +30,11 @@ def operands(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 16, 33])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (96, 64), (700, 513)], ids=str)
-def test_equals_reference(backend: GemmBackend, rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Sums in float32 (or the CPU's own order of it), one rounding of the result, plus one where torch adds the
-    bias after rounding: two units in the last place of the largest addend."""
+def test_equals_reference(
+    backend: GemmBackend, rows: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Sums in float32, one rounding of the result, and one more where torch adds the bias after rounding: two
+    units in the last place of the largest addend."""
     x, weight, bias = operands(rows, *shape, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for some_bias in (None, bias):

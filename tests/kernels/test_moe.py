@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from hybridserve.kernels.moe import BACKENDS, Reference
-from hybridserve.kernels.moe.interface import MoEBackend
+
+if TYPE_CHECKING:
+    from hybridserve.kernels.moe.interface import MoEBackend
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 8, 24, 20
 
@@ -32,7 +36,11 @@ def expert_weights(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, to
 
 
 def run(
-    backend: MoEBackend, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype = torch.float32
+    backend: MoEBackend,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     return backend.experts(x, weights, ids, *backend.pack(*expert_weights(dtype)))
 

@@ -163,11 +163,21 @@ def test_bfloat16_is_close(family: str, tmp_path: Path) -> None:
         assert (conv.dtype, ssm.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_mamba_keeps_its_residual_as_configured(in_fp32: bool, tmp_path: Path) -> None:
+    save_model("mamba", tmp_path, 0, residual_in_fp32=in_fp32)
+    runner = load_runner(tmp_path, NATIVE, dtype=torch.bfloat16)
+    norm, seen = runner.model.norm_f, []
+    runner.model.norm_f = lambda x: seen.append(x.dtype) or norm(x)
+    runner.run(random_ids(0, 5))
+    assert seen == [torch.float32 if in_fp32 else torch.bfloat16]
+
+
 def test_cache_dtype_may_differ(tmp_path: Path) -> None:
     save_model("llama", tmp_path, 0)
     ids = random_ids(6, LENGTH)
-    exact = load_runner(tmp_path).run(ids, chunk=9)
-    runner = load_runner(tmp_path, cache_dtype="bfloat16")
+    exact = load_runner(tmp_path, NATIVE).run(ids, chunk=9)
+    runner = load_runner(tmp_path, NATIVE, cache_dtype="bfloat16")
     assert all(cache.dtype == torch.bfloat16 for cache in runner.caches)
     assert 0 < max_abs(runner.run(ids, chunk=9), exact) < 0.1
 

@@ -1,0 +1,265 @@
+"""The Python API on the bundled demo model, as a user calls it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridserve import LLM, SamplingParams
+from hybridserve.models.hub import resolve_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPT = "The people of the"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", memory_bytes="32MiB", check_integrity=True, dtype="float32")
+
+
+def test_prompts_keep_their_order(llm: LLM) -> None:
+    prompts = ["The king", PROMPT, llm.tokenizer.encode("In the year")]
+    outputs = llm.generate(prompts, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+    assert [o.prompt for o in outputs] == ["The king", PROMPT, None]
+    assert outputs[2].prompt_token_ids == prompts[2]
+    for output in outputs:
+        completion = output.outputs[0]
+        assert output.finished
+        assert completion.finish_reason == "length"
+        assert completion.text == llm.tokenizer.decode([*output.prompt_token_ids, *completion.token_ids])[
+            len(llm.tokenizer.decode(output.prompt_token_ids)) :
+        ]
+
+
+def test_one_list_of_ids_is_one_prompt(llm: LLM) -> None:
+    assert len(llm.generate([1, 50, 60], GREEDY)) == 1
+    assert len(llm.generate([[1, 50, 60], [1, 2]], GREEDY)) == 2
+    assert llm.generate([], GREEDY) == []
+
+
+def test_params_one_for_all_or_one_each(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 5)]
+    outputs = llm.generate([PROMPT, PROMPT], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 5]
+    with pytest.raises(ValueError, match="params: 2 given for 1 prompts"):
+        llm.generate([PROMPT], params)
+
+
+def test_stream_is_generate(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+    pieces = list(llm.stream(PROMPT, GREEDY))
+    assert len(pieces) > 3
+    assert "".join(pieces) == expected
+
+
+def test_streams_side_by_side(llm: LLM) -> None:
+    prompts = [PROMPT, "The king said"]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    texts = ["", ""]
+    for pieces in zip(*streams, strict=False):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+    texts = [text + "".join(stream) for text, stream in zip(texts, streams, strict=True)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].text for prompt in prompts]
+    # zip may have taken one piece of the first stream before it found the second at its end
+    assert texts[1] == alone[1]
+    assert alone[0].startswith(texts[0][:20])
+
+
+def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=200))
+    next(stream)
+    assert llm.stats()["num_running"] == 1
+    stream.close()
+    stats = llm.stats()
+    assert stats["num_running"] == stats["cache_num_blocks"] == stats["cache_num_slots"] == 0
+
+
+def test_stop_string_across_tokens(llm: LLM) -> None:
+    text = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+    stop = text[7:12]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=stop)
+    completion = llm.generate(PROMPT, params)[0].outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert completion.finish_reason == "stop"
+    assert completion.stop_reason == stop
+    assert "".join(llm.stream(PROMPT, params)) == completion.text
+    assert len(completion.token_ids) < 40
+    assert llm.stats()["cache_num_slots"] == 0
+
+
+def test_stop_string_waits_for_min_tokens(llm: LLM) -> None:
+    full = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    stop = full.text[1:4]
+    params = SamplingParams(temperature=0, max_tokens=30, min_tokens=20, stop=stop)
+    assert len(llm.generate(PROMPT, params)[0].outputs[0].token_ids) >= 20
+
+
+def test_n_continuations(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=0.9, seed=3, max_tokens=10, logprobs=1)
+    output = llm.generate(PROMPT, params)[0]
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    assert len({c.text for c in output.outputs}) == 4
+    for completion in output.outputs:
+        chosen = [next(iter(step.values())).logprob for step in completion.logprobs]
+        assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+        assert [next(iter(step)) for step in completion.logprobs] == completion.token_ids
+
+
+def test_prompt_logprobs(llm: LLM) -> None:
+    output = llm.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=2))[0]
+    assert output.outputs[0].token_ids == []
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token, scored in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert scored[token].rank >= 1
+        assert scored[token].logprob <= 0
+        assert len(scored) in (2, 3)
+
+
+def test_heldout_text_is_scored_as_the_model_card_says(llm: LLM) -> None:
+    """4.21 nats a token on the whole text; its first part is near that, and far from an untrained model's 8.3."""
+    text = (Path(__file__).parent.parent / "data" / "heldout.txt").read_text(encoding="utf-8")
+    output = llm.generate(text[:6000], SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    nats = [-scored[token].logprob for token, scored in pairs]
+    assert 3.9 < sum(nats) / len(nats) < 4.6
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    one = llm.chat(messages, GREEDY)[0]
+    assert one.prompt_token_ids == llm.tokenizer.chat_ids(messages)
+    many = llm.chat([messages, messages], GREEDY)
+    assert [o.outputs[0].token_ids for o in many] == [one.outputs[0].token_ids] * 2
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat([])
+    with pytest.raises(ValueError, match="messages"):
+        llm.chat([{"role": "user"}])
+
+
+def test_metrics_and_stats(llm: LLM) -> None:
+    before = llm.stats()["num_generated_tokens"]
+    output = llm.generate(PROMPT, GREEDY)[0]
+    metrics = output.metrics
+    assert metrics.arrival <= metrics.first_scheduled <= metrics.first_token <= metrics.finished
+    assert metrics.num_cached_tokens == metrics.num_preemptions == 0
+    assert llm.stats()["num_generated_tokens"] == before + 12
+    assert llm.stats()["num_running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("x", {"temperature": -1}, "temperature"),
+        ("x", {"temperature": math.nan}, "temperature"),
+        ("x", {"n": 0}, "n"),
+        ("x", {"max_tokens": 0}, "max_tokens"),
+        ("x", {"stop": ["a", ""]}, "stop"),
+        ("x", {"top_p": 0}, "top_p"),
+        ("x", {"top_k": 1.5}, "top_k"),
+        ("x", {"logprobs": 21}, "logprobs"),
+        ("x", {"min_tokens": 20}, "min_tokens"),
+        ([], {}, "prompt"),
+        ([[]], {}, "prompt"),
+        ([[1, 5000]], {}, "prompt"),
+        ([[1, -5]], {}, "prompt"),
+        ([[1, 2.5]], {}, "prompt"),
+        ([[True, 1]], {}, "prompt"),
+        ([["a", "b"]], {}, "prompt"),
+        (5, {}, "prompt"),
+        ("word " * 5000, {}, "prompt"),
+    ],
+)
+def test_bad_input_names_its_field_and_disturbs_nobody(
+    llm: LLM, prompt: Any, params: dict[str, Any], field: str
+) -> None:
+    stream = llm.stream(PROMPT, GREEDY)
+    first = next(stream)
+    if prompt == []:
+        prompt = [[]]
+    with pytest.raises(ValueError, match=rf"^{field}: ") as error:
+        llm.generate(prompt, SamplingParams(**params))
+    assert "\n" not in str(error.value)
+    assert first + "".join(stream) == llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+
+
+def test_nothing_runs_if_one_prompt_is_bad(llm: LLM) -> None:
+    before = llm.stats()["num_requests"]
+    with pytest.raises(ValueError, match="^prompt: "):
+        llm.generate([PROMPT, [1, 99999]], GREEDY)
+    assert llm.stats()["num_requests"] == before
+
+
+@pytest.mark.parametrize("adapter", ["shakespeare", ["shakespeare"], ""])
+def test_any_adapter_is_refused(llm: LLM, adapter: Any) -> None:
+    with pytest.raises(ValueError, match="^adapter: "):
+        llm.generate([PROMPT], GREEDY, adapter=adapter)
+    assert llm.generate([PROMPT], GREEDY, adapter=[None])
+
+
+def test_a_stream_is_checked_when_it_is_asked_for(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="^n: "):
+        llm.stream(PROMPT, SamplingParams(n=2))
+    with pytest.raises(ValueError, match="^prompt: "):
+        llm.stream([1, 99999])
+
+
+def test_without_a_tokenizer_ids_still_work(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(resolve_model("demo") / name, tmp_path)
+    with LLM(tmp_path, memory_bytes="8MiB") as llm:
+        output = llm.generate([1, 50, 60], GREEDY)[0]
+        assert len(output.outputs[0].token_ids) == 12
+        assert output.outputs[0].text == ""
+        for call, field in (
+            (lambda: llm.generate("text"), "prompt"),
+            (lambda: llm.generate([1, 2], SamplingParams(stop="x")), "stop"),
+            (lambda: llm.chat([{"role": "user", "content": "x"}]), "messages"),
+            (lambda: llm.stream("text"), "prompt"),
+        ):
+            with pytest.raises(ValueError, match=rf"^{field}: .*tokenizer"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 4}, "max_num_seq.*max_num_seqs"),
+        ({"cache": {"blocksize": 4}}, "blocksize.*block_size"),
+        ({"memory_bytes": "40KiB"}, "arena"),
+        ({"memory_bytes": "300KiB"}, "max_model_len"),
+        ({"max_model_len": 5000}, "max_model_len: 5000 is above the 4096"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"kernels": {"attention": "cuda"}}, "attention"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        LLM("demo", **options)
+    assert "\n" not in str(error.value)
+
+
+def test_arena_too_small_says_what_would_fit() -> None:
+    with pytest.raises(ValueError, match=r"max_model_len to (\d[\d,]*) or less") as error:
+        LLM("demo", memory_bytes="1MiB")
+    fits = int(str(error.value).split("max_model_len to ")[1].split(" ")[0].replace(",", ""))
+    LLM("demo", memory_bytes="1MiB", max_model_len=fits).close()
+    with pytest.raises(ValueError, match="max_model_len"):
+        LLM("demo", memory_bytes="1MiB", max_model_len=fits + 16)
+    needed = str(error.value).rsplit(" give the cache ", 1)[1]
+    number, unit = needed.split()
+    LLM("demo", memory_bytes=f"{math.ceil(float(number) * 100 + 10) / 100}{unit}").close()
+
+
+def test_two_engines_in_one_process(llm: LLM) -> None:
+    other = LLM("demo", memory_bytes="16MiB", block_size=32, dtype="float32")
+    mine, theirs = llm.stream(PROMPT, GREEDY), other.stream(PROMPT, GREEDY)
+    assert "".join(a + b for a, b in zip(mine, theirs, strict=True)) != ""
+    assert "".join(llm.stream(PROMPT, GREEDY)) == "".join(other.stream(PROMPT, GREEDY))
