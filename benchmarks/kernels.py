@@ -1,4 +1,4 @@
-"""Speed of kernels alone, as JSON: `python benchmarks/kernels.py attention --dtype bfloat16 --threads 2`.
+"""Speed of kernels alone, as JSON: `python benchmarks/kernels.py attention --dtype bfloat16`.
 
 A section is a file `kernels_<operator>.py` beside this one with `measure(dtype)`, which checks each backend against
 the reference, then yields records.
@@ -17,9 +17,8 @@ import torch
 
 
 def main() -> None:
-    sections = sorted(
-        path.stem.removeprefix("kernels_") for path in Path(__file__).parent.glob("kernels_*.py")
-    )
+    files = Path(__file__).parent.glob("kernels_*.py")
+    sections = sorted(path.stem.removeprefix("kernels_") for path in files)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

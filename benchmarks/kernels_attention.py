@@ -1,4 +1,4 @@
-"""Paged attention: microseconds a call of each backend's `forward`, and of making a step's plan (its first call).
+"""Paged attention: microseconds of each backend's `forward`, and of a step's plan (made in its first call).
 
 Knows shapes and backends; `benchmarks/kernels.py` runs it and prints the report.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ class Batch:
         num_heads, num_kv_heads, head_dim = heads
         generator = torch.Generator().manual_seed(0)
         need = [-(-(context + rows) // BLOCK_SIZE) for context, rows in lengths]
-        ids = (torch.randperm(sum(need), generator=generator) + 1).split(need)
+        ids = torch.split(torch.randperm(sum(need), generator=generator) + 1, need)
         table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
         positions = [torch.arange(context, context + rows) for context, rows in lengths]
         slots = [
@@ -66,17 +67,21 @@ class Batch:
         shape = (sum(need) + 1, LAYERS, 2, BLOCK_SIZE, num_kv_heads, head_dim)
         self.cache = torch.randn(shape, generator=generator).to(dtype)[:, 1]
         packed = torch.randn(sum(rows), num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
-        self.inputs = torch.split(packed, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        self.query, self.key, self.value = torch.split(packed, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         self.scale = head_dim**-0.5
 
     def run(self, backend: AttentionBackend, metadata: AttentionMetadata) -> torch.Tensor:
-        return backend.forward(*self.inputs, self.cache, metadata, scale=self.scale)
+        return backend.forward(self.query, self.key, self.value, self.cache, metadata, scale=self.scale)
+
+    def run_first(self, backend: AttentionBackend) -> torch.Tensor:
+        """As the first layer of a step does."""
+        return self.run(backend, backend.prepare(self.metadata))
 
 
 def check(backend: AttentionBackend) -> None:
     """No speed of what is wrong: raises AssertionError if the backend differs from the reference."""
     batch = Batch((4, 2, 16), [(33, 1), (0, 20), (18, 5), (7, 1)], torch.float32)
-    result, expected = (batch.run(each, each.prepare(batch.metadata)) for each in (backend, Reference()))
+    result, expected = (batch.run_first(each) for each in (backend, Reference()))
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -93,7 +98,7 @@ def _microseconds(call: Callable[[], object], seconds: float) -> float:
 
 @torch.inference_mode()
 def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
-    """One record a backend, model and batch; the reference is the definition, so its speed is of no interest."""
+    """One record a backend, model and batch. The reference is a definition: its speed is of no interest."""
     for candidate in BACKENDS:
         if candidate is Reference:
             continue
@@ -103,8 +108,8 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
             batch = Batch(heads, lengths, getattr(torch, dtype))
             prepared = backend.prepare(batch.metadata)
             batch.run(backend, prepared)
-            forward = _microseconds(lambda b=batch, p=prepared: b.run(backend, p), seconds)
-            first = _microseconds(lambda b=batch: b.run(backend, backend.prepare(b.metadata)), seconds)
+            forward = _microseconds(partial(batch.run, backend, prepared), seconds)
+            first = _microseconds(partial(batch.run_first, backend), seconds)
             yield {
                 "backend": backend.name,
                 "model": model,

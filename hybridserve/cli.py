@@ -263,6 +263,8 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
     lines = list(_read_prompts(args.prompts, params))
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"--out: {args.out.parent} is not a directory")
+    if args.out is not None and args.out.is_dir():
+        raise ValueError(f"--out: {args.out} is a directory")
     from hybridserve import LLM
 
     with LLM(**_engine_options(args)) as llm:

@@ -37,9 +37,7 @@ class Tokenizer:
         self._directory = Path(directory)
         path = self._directory / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerMissing(
-                f"no tokenizer.json in {directory}"
-            )
+            raise TokenizerMissing(f"no tokenizer.json in {directory}")
         self._backend = _load_backend(path)
         self._config = _read_json(self._directory / "tokenizer_config.json")
         decoders = _decoder_types(json.loads(path.read_bytes()).get("decoder"))

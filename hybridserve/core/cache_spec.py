@@ -205,7 +205,10 @@ def _cut_slab(block: int, slot: int, limit: int) -> tuple[int, int, int]:
     """(slab bytes, blocks, slots) for units of `block` and `slot` raw bytes: see `CacheLayout.build`."""
     large, small = max(block, slot), min(block, slot)
     large_stride, small_stride = _round_up(large, ALIGNMENT), _round_up(small, ALIGNMENT)
-    rank: tuple[int, float] = (1, math.inf)  # least is best: (0, slab) with at most 1 % padding, else (1, padding)
+    rank: tuple[int, float] = (
+        1,
+        math.inf,
+    )  # least is best: (0, slab) with at most 1 % padding, else (1, padding)
     least = (1, max(large_stride / large, small_stride / small) - 1)
     best = (large_stride, 1, 1)
     for num_large in range(1, min(_MAX_LARGE_UNITS, limit // large_stride) + 1):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
 
 AGING = 256
-"""Under the priority policy, one level weighs as much as having arrived this many requests earlier. So at most
-that many later arrivals a level go before a request, and two requests never change places."""
+"""Under the priority policy, one level weighs as much as having arrived this many requests earlier. So at
+most that many later arrivals a level go before a request, and two requests never change places."""
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -211,8 +211,8 @@ class Scheduler:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = _Flight(self._next_step_id, self.max_num_batched_tokens)
         self._fork_children(plan)
-        if self._schedule_running(plan):
-            self._admit_waiting(plan)
+        self._schedule_running(plan)
+        self._admit_waiting(plan)
         if not plan.sequences:
             return None
         step = ScheduledStep(
@@ -254,11 +254,10 @@ class Scheduler:
             if parent.status is RequestStatus.FINISHED:
                 self._release(parent)
 
-    def _schedule_running(self, plan: _Flight) -> bool:
-        """Returns whether each running sequence got the memory it needs without taking another's."""
+    def _schedule_running(self, plan: _Flight) -> None:
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
         num_decodes = sum([count == 1 for _, count in todo])
-        num_preemptions, starved = self.counters.num_preemptions, False
+        starved = False
         for request, count in todo:
             if not plan.budget or request.status is not RequestStatus.RUNNING:
                 break
@@ -271,7 +270,6 @@ class Scheduler:
                 starved = True  # from here on, only those that need no memory
                 continue
             self._advance(plan, request, length)
-        return not starved and self.counters.num_preemptions == num_preemptions
 
     def _make_room(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
         """Reserve for a running sequence; as long as there is too little, the last in order, perhaps itself,

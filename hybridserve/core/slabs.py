@@ -17,9 +17,8 @@ class SlabAllocator:
         if num_slabs < 2:
             raise ValueError(f"num_slabs: {num_slabs} leaves nothing beside the null slab")
         self.num_slabs = num_slabs
-        self._fresh = (
-            1  # this slab and those above were never used: on a CPU their pages are not committed yet
-        )
+        # Slabs from here on were never used; on a CPU the system has not committed their pages yet.
+        self._fresh = 1
         self._returned: list[int] = []
         self._holders: dict[int, UnitPool] = {}
 

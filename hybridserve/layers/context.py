@@ -59,8 +59,7 @@ class BuildContext:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """The only argument of a forward pass besides hidden states. `T` tokens of `S` sequences, laid end to
-    end."""
+    """The only argument of a forward pass besides hidden states. `T` tokens of `S` sequences, end to end."""
 
     positions: torch.Tensor  # [T] int64
     attention: AttentionMetadata

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class VocabSlice:
-    """This rank's rows of a [vocab, hidden] weight: equal shares, the last ones padded with rows that nobody
-    reads."""
+    """This rank's rows of a [vocab, hidden] weight: equal shares, the last padded with unread rows."""
 
     def __init__(self, context: BuildContext, vocab_size: int) -> None:
         self.num_rows = -(-vocab_size // context.tp.size)
@@ -39,8 +38,7 @@ class VocabParallelEmbedding:
         tied: bool,
         aliases: tuple[str, ...] = (),
     ) -> None:
-        """`tied`: the output head reads this weight too. `aliases`: other names that checkpoints give this
-        module."""
+        """`tied`: the output head reads this weight too. `aliases`: other names of this module."""
         self.tp = context.tp
         self.rows = VocabSlice(context, vocab_size)
         self.weight = context.allocate(self.rows.num_rows, hidden_size)

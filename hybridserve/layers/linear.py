@@ -135,8 +135,7 @@ class Projection:
 
 
 class ReplicatedLinear(Projection):
-    """A projection that every rank holds whole, in the plain format: routers are too small and too delicate
-    to cut."""
+    """A projection that every rank holds whole, in the plain format: a router is too small to cut."""
 
     def __init__(
         self, context: BuildContext, name: str, module: str, num_inputs: int, num_outputs: int

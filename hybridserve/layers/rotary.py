@@ -38,8 +38,7 @@ class RopeScaling:
     def from_config(
         cls, config: Mapping[str, Any], head_dim: int, max_position_embeddings: int, max_length: int
     ) -> RopeScaling:
-        """Raises ValueError, naming the field, for a type that isn't known and for a value that makes no
-        sense."""
+        """Raises ValueError, naming the field, for an unknown type and for a value that makes no sense."""
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
             raise ValueError("config.json: rope_parameters must be one set of numbers for all layers")
@@ -142,8 +141,7 @@ def _longrope(scaling: RopeScaling) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Wavelengths above trained / low_freq_factor are stretched, those below trained / high_freq_factor are
-    not."""
+    """Wavelengths above trained / low_freq_factor are stretched, below trained / high_freq_factor not."""
     trained, factor = scaling.number("original_max_position_embeddings"), scaling.number("factor")
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     frequencies = 1.0 / _powers(scaling)

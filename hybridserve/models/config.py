@@ -18,8 +18,7 @@ Size = Annotated[int, Field(gt=0)]
 
 
 class FamilyConfig(BaseModel):
-    """The fields of config.json that a family of models reads. Sizes have no defaults: a file without them is
-    broken."""
+    """The fields of config.json that a family of models reads. Sizes have no defaults."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -73,8 +72,7 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """The tokens that end a sequence: generation_config.json's, or else config.json's; none if neither names
-    any."""
+    """The tokens that end a sequence: generation_config.json's, else config.json's, else none."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         value = read_json(file).get("eos_token_id") if file.is_file() else None

@@ -74,8 +74,7 @@ class MistralConfig(LlamaConfig):
 
 
 class Qwen2Config(LlamaConfig):
-    """Defaults are those of transformers' Qwen2Config: q, k and v have biases; upper layers may have a
-    window."""
+    """Defaults of transformers' Qwen2Config: q, k and v have biases, upper layers may have windows."""
 
     num_key_value_heads: Size | None = 32
     max_position_embeddings: Size = 32768

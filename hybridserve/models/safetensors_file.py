@@ -45,8 +45,7 @@ class Entry(NamedTuple):
 
 
 class SafetensorsFile:
-    """One open file; a context manager. Raises ValueError, naming the file, if it is cut short or isn't
-    safetensors."""
+    """One open file; a context manager. Raises ValueError, if it is cut short or isn't safetensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

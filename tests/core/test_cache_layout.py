@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,9 +52,9 @@ def test_any_model(
     kv_layers: int, state_layers: int, heads: int, head_dim: int, channels: int, block_size: int, scale: int
 ) -> None:
     specs = [PagedKVSpec(heads, head_dim, "float16")] * kv_layers
-    specs += [StateSpec((StateTensor("c", (channels, 3), "float16"), StateTensor("h", (channels, 8), "float32")))] * (
-        state_layers
-    )
+    specs += [
+        StateSpec((StateTensor("c", (channels, 3), "float16"), StateTensor("h", (channels, 8), "float32")))
+    ] * (state_layers)
     if not specs:
         with pytest.raises(ValueError, match="no layer"):
             CacheLayout.build(specs, block_size, 2**30)
@@ -66,7 +68,7 @@ def test_any_model(
     check(layout, arena)
     if scale >= 16:
         assert layout.num_slabs >= 16
-    # No smaller slab with at most 1 % padding exists, and where none exists that leaves 16 slabs, none pads less.
+    # No smaller slab pads at most 1 %; where none does that leaves 16 slabs, none pads less.
     found = _brute_force(layout, arena // min(16, scale))
     if found and found[0][1] <= 0.01:
         assert layout.slab_bytes == found[0][0]
@@ -79,7 +81,7 @@ def _align(value: int) -> int:
 
 
 def _brute_force(layout: CacheLayout, limit: int) -> list[tuple[int, float]]:
-    """(slab bytes, padding) of slabs with few units of the larger kind, the smallest with <= 1 % padding first."""
+    """(slab bytes, padding) of slabs with few large units; the smallest with <= 1 % padding comes first."""
     if not layout.bytes_per_block or not layout.bytes_per_slot:
         return []
     large, small = sorted((layout.bytes_per_block, layout.bytes_per_slot), reverse=True)
@@ -121,7 +123,7 @@ def test_parts_of_a_unit_are_disjoint_and_aligned() -> None:
         for tensor, offset in zip(specs[index].tensors, layout.state_offsets(index), strict=True)
     ]
     assert all(offset % 16 == 0 for offset, _ in slots)
-    assert all(end <= start for (_, end), (start, _) in zip(slots, slots[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(slots))
     assert slots[-1][1] <= layout.bytes_per_slot
     assert [layout.kv_offset(1), layout.kv_offset(3)] == [0, 16 * KV.bytes_per_token]
     assert layout.bytes_per_block == 2 * 16 * KV.bytes_per_token
@@ -136,7 +138,11 @@ def test_capacity() -> None:
     assert [layout.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
     for num_tokens in (1, 16, 1000, 5000):
         count = layout.max_sequences(num_tokens)
-        assert layout.slabs_for(num_tokens, count) <= layout.num_usable_slabs < layout.slabs_for(num_tokens, count + 1)
+        assert (
+            layout.slabs_for(num_tokens, count)
+            <= layout.num_usable_slabs
+            < layout.slabs_for(num_tokens, count + 1)
+        )
     longest = layout.max_tokens_one_sequence()
     assert longest is not None
     assert layout.slabs_for(longest) == layout.num_usable_slabs

@@ -84,8 +84,12 @@ def test_release_waits_for_the_step_that_may_still_write() -> None:
     cache.check_integrity([])
 
 
-@pytest.mark.parametrize(("num_computed", "num_shared", "copies_block"), [(9, 2, True), (8, 2, False), (3, 0, True)])
-def test_fork_shares_full_blocks_and_copies_the_rest(num_computed: int, num_shared: int, copies_block: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_computed", "num_shared", "copies_block"), [(9, 2, True), (8, 2, False), (3, 0, True)]
+)
+def test_fork_shares_full_blocks_and_copies_the_rest(
+    num_computed: int, num_shared: int, copies_block: bool
+) -> None:
     cache = manager()
     parent, child = request("p", num_computed), request("p#1")
     cache.reserve(parent, num_computed)

@@ -1,4 +1,4 @@
-"""Slabs, blocks and slots against brute force: nothing is lost, nothing is handed out twice, null is never handed out."""
+"""Slabs, blocks and slots against brute force: nothing is lost or handed out twice, and null never."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hybridserve.core.slot_pool import SlotPool
 class PoolMachine(RuleBasedStateMachine):
     """Two pools over one allocator; the model is a Counter of block references and a dict of slot owners."""
 
-    @initialize(num_slabs=st.integers(2, 6), blocks_per_slab=st.integers(0, 5), slots_per_slab=st.integers(1, 3))
+    @initialize(
+        num_slabs=st.integers(2, 6), blocks_per_slab=st.integers(0, 5), slots_per_slab=st.integers(1, 3)
+    )
     def build(self, num_slabs: int, blocks_per_slab: int, slots_per_slab: int) -> None:
         self.slabs = SlabAllocator(num_slabs)
         self.blocks = BlockPool(self.slabs, blocks_per_slab)
@@ -30,7 +32,12 @@ class PoolMachine(RuleBasedStateMachine):
     def _free_units(self, used: set[int], per_slab: int, others: set[int]) -> list[int]:
         """Every unit that could be handed out: of slabs that the other kind doesn't hold."""
         slabs = set(range(1, self.slabs.num_slabs)) - others
-        return [unit for slab in slabs for unit in range(slab * per_slab, (slab + 1) * per_slab) if unit not in used]
+        return [
+            unit
+            for slab in slabs
+            for unit in range(slab * per_slab, (slab + 1) * per_slab)
+            if unit not in used
+        ]
 
     def _slabs_of(self, units: set[int], per_slab: int) -> set[int]:
         return {unit // per_slab for unit in units}
@@ -176,13 +183,13 @@ def test_check_integrity_sees_corruption(corruption: str) -> None:
             references[taken[0]] += 1
         case "owner":
             owners[slot] = "b"
+    check = slots.check_integrity if corruption == "owner" else blocks.check_integrity
     with pytest.raises(IntegrityError):
-        blocks.check_integrity(references)
-        slots.check_integrity(owners)
+        check(owners if corruption == "owner" else references)
 
 
 def test_allocation_visits_no_slab_that_it_does_not_use() -> None:
-    """F042's class of fault: a walk over everything that is held. 20,000 full slabs, then one block at a time."""
+    """F042's class of fault, a walk over everything that is held: 20,000 full slabs, then single blocks."""
     slabs = SlabAllocator(30_000)
     pool = BlockPool(slabs, 4)
     pool.allocate(80_000)

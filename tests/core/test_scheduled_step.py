@@ -9,8 +9,13 @@ from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
 
 def sequence(request_id: str = "a", **changes: object) -> ScheduledSequence:
     fields: dict[str, object] = {
-        "start": 4, "length": 1, "samples": (request_id,), "has_state": True, "block_ids": (3, 4), "state_slot": 2,
-    }  # fmt: skip
+        "start": 4,
+        "length": 1,
+        "samples": (request_id,),
+        "has_state": True,
+        "block_ids": (3, 4),
+        "state_slot": 2,
+    }
     return ScheduledSequence(request_id, **{**fields, **changes})
 
 
@@ -41,7 +46,12 @@ def test_contradictions(sequences: list[ScheduledSequence], message: str) -> Non
 @pytest.mark.parametrize("kind", ["state_copies", "block_copies"])
 @pytest.mark.parametrize(
     ("copies", "message"),
-    [([(1, 2), (3, 2)], "overwrite"), ([(1, 2), (2, 3)], "overwrite"), ([(1, 0)], "null"), ([(0, 1)], "null")],
+    [
+        ([(1, 2), (3, 2)], "overwrite"),
+        ([(1, 2), (2, 3)], "overwrite"),
+        ([(1, 0)], "null"),
+        ([(0, 1)], "null"),
+    ],
 )
 def test_copies_whose_order_would_matter(kind: str, copies: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

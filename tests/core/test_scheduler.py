@@ -171,16 +171,28 @@ def test_nothing_to_do() -> None:
 
 def test_admission_leaves_what_running_sequences_will_need() -> None:
     e = engine(num_slabs=4, max_num_batched_tokens=64)  # three slabs: two slots, one slab of four blocks
-    e.add("a", [1] * 8, max_tokens=9, ignore_eos=True)  # two blocks, and a third for the next token
-    e.add("b", [2] * 4, max_tokens=4, ignore_eos=True)  # one block, and another for the next token
+    e.add("a", [1] * 11, max_tokens=6, ignore_eos=True)  # three blocks
     e.step()
-    assert shares(e.steps[-1]) == {"a": (0, 8)}
+    e.add("b", [2] * 4, max_tokens=1, ignore_eos=True)  # one block, which is there
+    assert shares(e.step()) == {"a": (11, 1)}  # but the next token needs it
     while e.scheduler.requests.get("a"):
         e.step()
         assert "b" not in shares(e.steps[-1])
     e.run()
     assert e.scheduler.counters.num_preemptions == 0
     e.check_outputs()
+
+
+def test_a_fork_leaves_what_running_sequences_will_need() -> None:
+    e = engine(num_slabs=5)  # three slots, one slab of four blocks
+    e.add("z", [1] * 8, max_tokens=2, ignore_eos=True)  # two blocks, and a third for the next token
+    e.add("a", [2] * 3, max_tokens=2, ignore_eos=True, n=2)  # one block; its continuation would take another
+    assert shares(e.step()) == {"z": (0, 8), "a": (0, 3)}
+    assert shares(e.step()) == {"z": (8, 1), "a": (3, 1)}
+    e.run()
+    assert (e.scheduler.counters.num_failed_forks, e.scheduler.counters.num_preemptions) == (1, 0)
+    e.check_outputs()
+    e.check_drained()
 
 
 def test_admission_leaves_the_rest_of_a_running_prompt() -> None:
@@ -254,7 +266,9 @@ def test_ids_whose_memory_is_gone_are_told_once() -> None:
 
 
 def test_an_end_of_sequence_token_and_who_ignores_it() -> None:
-    prompt = next([a, b] for a in range(31) for b in range(31) if alone([a, b], SamplingParams(), 0, 64)[-1] == EOS)
+    prompt = next(
+        [a, b] for a in range(31) for b in range(31) if alone([a, b], SamplingParams(), 0, 64)[-1] == EOS
+    )
     e = engine()
     e.add("stops", prompt)
     e.add("ignores", prompt, ignore_eos=True)
@@ -277,6 +291,20 @@ def test_stop_token_ids() -> None:
     request = e.requests["a"]
     assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, stop)
     assert request.output_ids == outputs[: outputs.index(stop) + 1]
+
+
+def test_no_stop_token_counts_before_min_tokens() -> None:
+    planner = Scheduler(
+        toy_layout(9), max_num_seqs=1, max_num_batched_tokens=9, max_model_len=9, eos_token_ids=[EOS]
+    )
+    planner.add(Request("a", [1], SamplingParams(min_tokens=1, stop_token_ids=(5,))))
+    ends = []
+    for step_id, token in enumerate(
+        (5, EOS)
+    ):  # a sampler doesn't draw the first; if it did, the text would go on
+        assert planner.schedule() is not None
+        ends += [event.finish_reason for event in planner.update(step_id, {"a": token})]
+    assert ends == [None, FinishReason.STOP]
 
 
 def test_a_prompt_only_request_ends_without_a_token() -> None:
@@ -373,7 +401,7 @@ def test_continuations_fork_after_the_prompt(depth: int, num_prompt: int, kind: 
     if depth == 1:
         e.finish_step()
     second = e.plan()
-    assert shares(second) == {name: (num_prompt, 1) for name in ("a", "a#1", "a#2")}
+    assert shares(second) == dict.fromkeys(("a", "a#1", "a#2"), (num_prompt, 1))
     assert len(second.state_copies) == (0 if kind == "kv" else 2)
     assert len(second.block_copies) == (2 if kind != "state" and num_prompt % 4 else 0)
     full = num_prompt // 4 if kind != "state" else 0

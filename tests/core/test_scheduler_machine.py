@@ -1,4 +1,4 @@
-"""Anything may happen at any time: requests come and go, are preempted and fork, with one or two steps in flight."""
+"""Anything may happen at any time: requests come and go, fork and are preempted, with steps in flight."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ NUM_SLABS = {"hybrid": (5, 9), "kv": (12, 20), "state": (3, 6)}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The engine checks each step as it is planned, and the scheduler its own books; tokens depend on all memory."""
+    """The engine checks each step, the scheduler its own books; and tokens depend on all of the memory."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["hybrid", "kv", "state"]))
         slots_per_slab = data.draw(st.sampled_from([1, 2])) if kind == "hybrid" else 1
-        layout = toy_layout(data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab)
+        layout = toy_layout(
+            data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab
+        )
         longest = layout.max_tokens_one_sequence() or MAX_MODEL_LEN
         self.engine = ScriptedEngine(
             layout,

@@ -139,7 +139,10 @@ def test_f041_every_step_with_work_advances(block_size: int) -> None:
 def _prompt_that_stops(after: int) -> list[int]:
     for a in range(31):
         for b in range(31):
-            if len(outputs := alone([a, b, 1], SamplingParams(max_tokens=40), 0, 64)) == after and outputs[-1] == EOS:
+            if (
+                len(outputs := alone([a, b, 1], SamplingParams(max_tokens=40), 0, 64)) == after
+                and outputs[-1] == EOS
+            ):
                 return [a, b, 1]
     raise AssertionError("no such prompt")
 
@@ -157,7 +160,9 @@ def test_f057_what_a_step_in_flight_writes_has_no_new_tenant(event: str) -> None
     assert in_flight is not None
     assert [s.request_id for s in in_flight.sequences] == ["old"]
     e.finish_step()
-    if event == "stop":  # the token that came ends the sequence: the step that is in flight was planned in vain
+    if (
+        event == "stop"
+    ):  # the token that came ends the sequence: the step that is in flight was planned in vain
         assert old.finish_reason is FinishReason.STOP
     elif event == "abort":
         e.abort("old")

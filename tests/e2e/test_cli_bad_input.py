@@ -153,3 +153,17 @@ def test_directory_of_results_that_is_not_there(fails, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x"}\n')
     assert "is not a directory" in fails("generate", "demo", "--prompts", path, "--out", tmp_path / "a" / "b")
+    assert "is a directory" in fails("generate", "demo", "--prompts", path, "--out", tmp_path)
+
+
+def test_results_that_cannot_be_written_leave_nothing_behind(fails, tmp_path, monkeypatch):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x", "max_tokens": 1}\n')
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    out = tmp_path / "out.jsonl"
+    assert f"{out}: No space left" in fails("generate", "demo", "--prompts", path, "--out", out)
+    assert list(tmp_path.iterdir()) == [path]

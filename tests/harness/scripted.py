@@ -58,7 +58,9 @@ def toy_layout(
     """
     channels = {1: 64, 2: 40}[slots_per_slab]
     kv = PagedKVSpec(num_kv_heads=2, head_dim=16, dtype="float32")
-    state = StateSpec((StateTensor("conv", (channels, 3), "float32"), StateTensor("ssm", (channels, 13), "float32")))
+    state = StateSpec(
+        (StateTensor("conv", (channels, 3), "float32"), StateTensor("ssm", (channels, 13), "float32"))
+    )
     specs = {"hybrid": [state, kv], "kv": [kv], "state": [state]}[kind]
     return dataclasses.replace(CacheLayout.build(specs, block_size, 2**24), num_slabs=num_slabs)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridserve.kernels.attention import BACKENDS, plan, torch_native
-from hybridserve.kernels.attention.interface import AttentionMetadata
+from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
 from hybridserve.kernels.attention.reference import Reference
 from hybridserve.kernels.attention.torch_native import TorchNative
 
@@ -88,7 +88,7 @@ class Case:
     def metadata(self) -> AttentionMetadata:
         return make_metadata(self.lengths, self.tables, self.shape.block_size)
 
-    def run(self, backend: Reference | TorchNative, window: int | None = None) -> torch.Tensor:
+    def run(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
         return backend.forward(
             self.query,
             self.key,
@@ -226,7 +226,7 @@ def test_f014_a_prompt_cut_anywhere_is_the_same_prompt(window: int | None, poiso
 def test_company_does_not_matter(window: int | None) -> None:
     shape, native = Shape(), TorchNative()
     case = Case(MIXED, shape, 3)
-    together = case.run(native, window).split([rows for _, rows in MIXED])
+    together = torch.split(case.run(native, window), [rows for _, rows in MIXED])
     fresh, row = Case(MIXED, shape, 3), 0
     for table, (context, rows), expected in zip(fresh.tables, MIXED, together, strict=True):
         part = slice(row, row + rows)
@@ -300,7 +300,7 @@ def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], 
     shape = Shape()
     live = [(9, 1), (6, 3)]
     case = Case(live, shape, 0)
-    expected = Case(live, shape, 0).run(Reference()).split([1, 3])
+    expected = torch.split(Case(live, shape, 0).run(Reference()), [1, 3])
     lengths, tables = [*live, (0, 1)], [*case.tables, [0]]
     rows = [range(1), range(1, 4), range(1)]
     take = torch.tensor([row for which in order for row in rows[which]])
@@ -317,7 +317,7 @@ def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], 
         instance.prepare(metadata),
         scale=shape.scale,
     )
-    parts = result.split([len(rows[which]) for which in order])
+    parts = torch.split(result, [len(rows[which]) for which in order])
     assert result.isfinite().all()
     for which, part in zip(order, parts, strict=True):
         if which < 2:

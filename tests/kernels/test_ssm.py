@@ -400,7 +400,7 @@ def test_scan_in_blocks(backend_class: type[SSMBackend], monkeypatch: pytest.Mon
 
 
 def test_inside_and_outside_of_inference_mode(backend: SSMBackend) -> None:
-    """What a backend keeps from a call under inference mode serves a call without it, and the other way round."""
+    """What a backend keeps from a call under inference mode serves one without it, and the reverse."""
     layer, batch = Layer.random(4), batch_of([3, 1], [4, 8], [True, True])
     for mode in (True, False, True):
         with torch.inference_mode(mode):

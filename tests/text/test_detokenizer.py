@@ -119,6 +119,12 @@ def test_byte_fallback_and_leading_spaces(sentencepiece, text):
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
+def test_a_leading_space_may_be_a_byte(sentencepiece):
+    tokenizer, backend = sentencepiece
+    ids = [backend.token_to_id(token) for token in ("<0x20>", "a", "<0x20>")]
+    assert tokenizer.decode(ids) == backend.decode(ids) == "a "
+
+
 def test_a_continuation_keeps_its_leading_space(sentencepiece):
     tokenizer, _ = sentencepiece
     ids = tokenizer.encode("ab a")
