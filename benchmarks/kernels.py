@@ -1,7 +1,7 @@
 """Speed of kernels alone, as JSON: `python benchmarks/kernels.py attention --dtype bfloat16`.
 
-A section is a file `kernels_<operator>.py` beside this one with `measure(dtype)`, which checks each backend against
-the reference, then yields records.
+A section is a file `kernels_<operator>.py` beside this one with `measure(dtype)`, which checks each backend
+against the reference, then yields records.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from hybridserve.models.config import eos_token_ids, load_hf_config, read_json
 from hybridserve.models.hub import resolve_model
 from hybridserve.models.registry import build_model
@@ -25,7 +23,7 @@ __all__ = ["eos_token_ids", "load_model", "load_weights", "resolve_model", "weig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 def load_model(path: Path, context: BuildContext) -> CausalLM:
@@ -55,22 +53,20 @@ class _Loader:
     def __init__(self, weights: ModelWeights) -> None:
         self._expected = weights.tensors
         self._loaded: dict[str, Path] = {}
-        self._postponed: dict[str, Path] = {}
+        self._postponed: dict[str, SafetensorsFile] = {}
 
     def load_file(self, path: Path) -> None:
-        with SafetensorsFile(path) as file:
-            # In the order of the file, so that it is read from front to back.
-            for name in sorted(file.entries, key=lambda name: file.entries[name].start):
-                self._check(file, name)
-                if self._expected[name].last:
-                    self._postponed[name] = path
-                else:
-                    self._expected[name].load(file.read(name))
+        file = SafetensorsFile(path)
+        for name in file.entries:
+            self._check(file, name)
+            if self._expected[name].last:
+                self._postponed[name] = file
+            else:
+                self._expected[name].load(file.read(name))
 
     def load_postponed(self) -> None:
-        for name, path in self._postponed.items():
-            with SafetensorsFile(path) as file:
-                self._expected[name].load(file.read(name))
+        for name, file in self._postponed.items():
+            self._expected[name].load(file.read(name))
 
     def check_complete(self, path: Path) -> None:
         for name, tensor in self._expected.items():
@@ -87,9 +83,8 @@ class _Loader:
                 f"{_shape(expected.shape)}"
             )
         if entry.dtype not in PLAIN_DTYPES:
-            dtype = str(entry.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{file.path}: the tensor {name!r} is {dtype}: quantized weights are not supported yet"
+                f"{file.path}: the tensor {name!r} is {entry.dtype}: quantized weights are not supported yet"
             )
         for covered in expected.covers:
             if covered in self._loaded:
@@ -135,11 +130,8 @@ def _indexed_files(path: Path) -> list[Path]:
             raise ValueError(f"{index}: the file {name!r} that it names is missing")
         files.append(path / name)
     for file in files:
-        with SafetensorsFile(file) as opened:
-            mine = {tensor for tensor, name in places.items() if name == file.name}
-            for tensor in sorted(mine ^ opened.entries.keys()):
-                where = (
-                    "names, but the file lacks" if tensor in mine else "does not name, but the file holds,"
-                )
-                raise ValueError(f"{file}: a tensor that the index {where} {tensor!r}")
+        mine = {tensor for tensor, name in places.items() if name == file.name}
+        for tensor in sorted(mine ^ SafetensorsFile(file).entries.keys()):
+            where = "names, but the file lacks" if tensor in mine else "does not name, but the file holds,"
+            raise ValueError(f"{file}: a tensor that the index {where} {tensor!r}")
     return files

@@ -217,7 +217,9 @@ def _tile(
         (max(0, span.first - origin), min(size, span.last - origin))
         for span, origin in zip(spans, origins, strict=True)
     }
-    exact = len(cuts) == 1
+    whole = part.stop - part.start == num_blocks
+    # Single rows use whole blocks even if one length fits all: a padding row that joins them then changes no bit.
+    exact = len(cuts) == 1 and not (whole and spans[0].rows == 1)
     start, stop = cuts.pop() if exact else (0, size)
 
     numbers = [(*span, origin) for span, origin in zip(spans, origins, strict=True)]
@@ -245,6 +247,5 @@ def _tile(
         positions = positions[:, None, start:stop]
         visible = (positions <= query) & (positions > query - window)
     mask = torch.zeros(visible.shape, device=device).masked_fill_(visible.logical_not(), -torch.inf)[:, None]
-    whole = part.stop - part.start == num_blocks
     blind = None if whole else visible.any(-1).logical_not()[:, None]
     return Tile(blocks, start, stop, unowned, mask, blind)

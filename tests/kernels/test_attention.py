@@ -325,6 +325,19 @@ def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], 
     assert torch.equal(case.cache[guarded].view(torch.uint8), before)
 
 
+@pytest.mark.parametrize(
+    "live", [[(21, 1)], [(16, 1)], [(5, 1)] * 3, [(21, 1), (9, 1)], [(0, 7)], [(9, 5), (0, 7), (6, 1)]]
+)
+def test_f031_a_padding_row_changes_no_bit(live: list[tuple[int, int]]) -> None:
+    shape, native = Shape(), TorchNative()
+    expected = Case(live, shape, 0).run(native)
+    case = Case(live, shape, 0)
+    metadata = native.prepare(make_metadata([*live, (0, 1)], [*case.tables, [0]], shape.block_size))
+    query, key, value = (torch.cat((x, x[:1])) for x in (case.query, case.key, case.value))
+    result = native.forward(query, key, value, case.cache, metadata, scale=shape.scale)
+    assert torch.equal(result[:-1], expected)
+
+
 def test_a_write_changes_its_slots_only() -> None:
     """Other layers, other blocks, other offsets and the gap between blocks keep their bytes."""
     lengths = [(5, 2), (11, 1)]

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridserve.models.config import load_hf_config
-from hybridserve.models.safetensors_file import SafetensorsFile
 from hybridserve.models.weights import load_model
 from tests.harness.models import Backends, load_runner, oracle, random_ids, save_model
 
@@ -97,23 +96,15 @@ def test_misshapen_tensor(jamba: Path) -> None:
 
 def test_integer_tensor(jamba: Path) -> None:
     rewrite(jamba, lambda tensors: tensors.update({GATE: torch.zeros(128, 64, dtype=torch.int8)}))
-    with pytest.raises(ValueError, match=rf"'{GATE}' is int8: quantized weights are not supported"):
+    with pytest.raises(ValueError, match=rf"'{GATE}' is I8: quantized weights are not supported"):
         load(jamba)
 
 
-@pytest.mark.parametrize(
-    ("keep", "message"),
-    [
-        (0, "not a safetensors file"),
-        (5, "not a safetensors file"),
-        (100, "cut short or not a safetensors file: its header"),
-        (-1, r"cut short: '\S+' ends 1 bytes after the file"),
-    ],
-)
-def test_truncated_file(jamba: Path, keep: int, message: str) -> None:
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(jamba: Path, keep: int) -> None:
     data = (jamba / FILE).read_bytes()
     (jamba / FILE).write_bytes(data[:keep])
-    with pytest.raises(ValueError, match=rf"model\.safetensors: {message}"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: cut short, or not a safetensors file"):
         load(jamba)
 
 
@@ -124,19 +115,12 @@ def test_truncated_file(jamba: Path, keep: int, message: str) -> None:
         (16).to_bytes(8, "little") + b"not JSON at all!",
         (2).to_bytes(8, "little") + b"[]",
         (11).to_bytes(8, "little") + b'{"a": true}',
+        (65).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}   ',
     ],
 )
 def test_not_safetensors(jamba: Path, data: bytes) -> None:
     (jamba / FILE).write_bytes(data)
-    with pytest.raises(ValueError, match=r"model\.safetensors: (cut short or )?not a safetensors file"):
-        load(jamba)
-
-
-def test_header_that_points_before_its_data(jamba: Path) -> None:
-    entry = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}
-    header = json.dumps(entry).encode()
-    (jamba / FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(ValueError, match="'a' does not fill its place"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: cut short, or not a safetensors file"):
         load(jamba)
 
 
@@ -210,24 +194,6 @@ def test_other_spellings(tmp_path: Path) -> None:
     save_model("llama", llama, 0)
     rewrite(llama, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     load(llama)
-
-
-def test_reader_agrees_with_the_library(tmp_path: Path) -> None:
-    tensors = {
-        "bf16": torch.randn(3, 5).bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 4),
-        "f16": torch.randn(7).half(),
-        "i8": torch.arange(-3, 3, dtype=torch.int8),
-        "bool": torch.tensor([True, False]),
-    }
-    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    with SafetensorsFile(tmp_path / "x.safetensors") as file:
-        assert file.entries.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            read = file.read(name)
-            assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
-            assert torch.equal(read, tensor)
 
 
 PEAK = """
