@@ -48,11 +48,9 @@ class _Deferred(NamedTuple):
 
 
 class CacheManager:
-    """Gives sequences blocks and slots, all or nothing, and takes them back once no step can write them any
-    more (D5).
+    """Gives sequences blocks and slots, all or nothing, and takes them back once no step can write them (D5).
 
-    Only the last block of a sequence is ever written, and a fork copies that one, so shared blocks are
-    read-only.
+    Only blocks that are not full are written, and a fork copies such a one: shared blocks are read-only.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -78,8 +76,7 @@ class CacheManager:
         return slabs <= self.slabs.num_free
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Give `request` the blocks for its first `num_tokens` tokens, and a slot; or nothing, and return
-        False."""
+        """Give `request` blocks for its first `num_tokens` tokens, and a slot; or nothing (False)."""
         num_blocks = self.blocks_needed(request, num_tokens)
         needs_slot = self.layout.slots_per_slab > 0 and not request.state_slot
         if not num_blocks and not needs_slot:
@@ -93,8 +90,7 @@ class CacheManager:
         return True
 
     def release(self, request: Request) -> None:
-        """Take back all that `request` holds: at once, or when the newest step that it was part of has
-        finished."""
+        """Take back all that `request` holds: at once, or when the newest step with it has finished."""
         if not request.block_ids and not request.state_slot:
             return
         held = _Deferred(request.block_ids, request.state_slot, request.id)
@@ -122,8 +118,7 @@ class CacheManager:
         return num_blocks > self.blocks.num_free + coming
 
     def fork(self, parent: Request, child: Request) -> ForkCopies | None:
-        """Let `child`, which holds nothing, continue from what `parent` has computed; None, and no change, if
-        short.
+        """Let `child`, which holds nothing, continue from what `parent` has computed; None changes nothing.
 
         Full blocks are shared. The child gets one block of its own, a copy of the parent's partial block or,
         at a block's end, an empty one, so that its next token always fits; and a copy of the state.

@@ -195,9 +195,12 @@ class Request:
     @property
     def num_runnable(self) -> int:
         """Tokens that could be computed now."""
+        num_tokens = (
+            len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+        )  # inline: this is a hot path
         if self.num_pending and self.params.has_penalties:
             return 0  # a draw looks at the tokens before it, and one of them is not known yet
-        return min(self.num_tokens, self.max_computed) - self.num_computed
+        return (num_tokens if num_tokens < self.max_computed else self.max_computed) - self.num_computed
 
     @property
     def child_ids(self) -> list[str]:

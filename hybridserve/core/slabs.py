@@ -56,8 +56,7 @@ class SlabAllocator:
 
 
 class UnitPool:
-    """Units of one kind, `slab * units_per_slab + i`, from slabs that are taken when needed and given back
-    when empty.
+    """Units of one kind, `slab * units_per_slab + i`. Slabs are taken when needed, given back when empty.
 
     The fullest slab is filled first, so that the others have a chance to empty and change their use. Each
     operation costs O(units that it moves), however many slabs there are. `units_per_slab` 0: a kind that the

@@ -218,7 +218,7 @@ def _tile(
         for span, origin in zip(spans, origins, strict=True)
     }
     whole = part.stop - part.start == num_blocks
-    # Single rows use whole blocks even if one length fits all: a padding row that joins them then changes no bit.
+    # Single rows use whole blocks even where one length fits all: padding rows that join change no bit then.
     exact = len(cuts) == 1 and not (whole and spans[0].rows == 1)
     start, stop = cuts.pop() if exact else (0, size)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridserve.kernels.gemm import BACKENDS, Reference
+from hybridserve.kernels.gemm.torch_native import widened_linear
 
 if TYPE_CHECKING:
     from hybridserve.kernels.gemm.interface import GemmBackend
@@ -64,3 +65,14 @@ def test_half_precision_is_rounded_once(backend: GemmBackend, dtype: torch.dtype
     x = torch.ones(8, 513, dtype=dtype)
     expected = torch.tensor(1 + 512 * eps / 2, dtype=dtype)
     assert torch.equal(backend.linear(x, backend.pack(weight), None), expected.expand(8, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slice_elements", [1, 100, 7 * 33, 1000, 1 << 20])
+def test_widened_in_slices(dtype: torch.dtype, slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on machines whose backend never widens: slices of any size, exact to float32 rounding."""
+    monkeypatch.setattr("hybridserve.kernels.gemm.torch_native._SLICE_ELEMENTS", slice_elements)
+    x, weight, _ = operands(5, 70, 33, dtype)
+    actual = widened_linear(x, weight)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-6)

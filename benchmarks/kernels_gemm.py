@@ -1,0 +1,75 @@
+"""Projections: microseconds a call of each backend, for weights that alternate as the layers of a model do.
+
+Knows shapes and backends; `benchmarks/kernels.py` runs it and prints the report.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timing import microseconds
+
+from hybridserve.kernels.gemm import BACKENDS
+from hybridserve.kernels.gemm.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hybridserve.kernels.gemm.interface import GemmBackend
+
+LAYERS = 8
+ROWS = (1, 2, 4, 16, 256, 2048)
+
+SHAPES = {
+    "jamba-100m": {
+        "in_proj": (2048, 512),
+        "x_proj": (64, 1024),
+        "dt_proj": (1024, 32),
+        "out_proj": (512, 1024),
+        "lm_head": (8192, 512),
+    }
+}
+"""Outputs, inputs of each projection."""
+
+
+def check(backend: GemmBackend, dtype: torch.dtype) -> None:
+    """No speed of what is wrong: raises AssertionError if the backend differs from the reference."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 33, generator=generator).to(dtype)
+    for rows in ROWS[:4]:
+        x = torch.randn(rows, 33, generator=generator).to(dtype)
+        expected = Reference().linear(x, weight, None)
+        torch.testing.assert_close(backend.linear(x, backend.pack(weight.clone()), None), expected)
+
+
+def linear_in_turn(backend: GemmBackend, x: torch.Tensor, turn: Iterator[torch.Tensor]) -> torch.Tensor:
+    return backend.linear(x, next(turn), None)
+
+
+@torch.inference_mode()
+def measure(dtype: str, seconds: float = 0.2) -> Iterator[dict[str, Any]]:
+    """One record a backend, projection and number of rows; the reference's speed is of no interest."""
+    torch_dtype = getattr(torch, dtype)
+    for candidate in BACKENDS:
+        if candidate is Reference:
+            continue
+        backend = candidate()
+        check(backend, torch_dtype)
+        for model, projections in SHAPES.items():
+            for name, (num_outputs, num_inputs) in projections.items():
+                weights = [
+                    backend.pack(torch.randn(num_outputs, num_inputs).to(torch_dtype)) for _ in range(LAYERS)
+                ]
+                for rows in ROWS:
+                    x = torch.randn(rows, num_inputs).to(torch_dtype)
+                    turn = itertools.cycle(weights)
+                    yield {
+                        "backend": backend.name,
+                        "model": model,
+                        "projection": name,
+                        "rows": rows,
+                        "us": microseconds(partial(linear_in_turn, backend, x, turn), seconds),
+                    }
