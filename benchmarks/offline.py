@@ -2,8 +2,8 @@
 
     python benchmarks/offline.py --dtype bfloat16 --workloads W1,W2,W3 --json benchmarks/results/offline.json
 
-Prints tokens/s (median of the repeats), the ratio to transformers (static batch, padded on the left), and where the
-engine's time goes.
+Prints tokens/s (median of the repeats), the ratio to transformers (static batch, padded on the left), and
+where the engine's time goes.
 """
 
 from __future__ import annotations
@@ -100,11 +100,8 @@ def main() -> None:
             times = [run_transformers(peer, make(repeat)) for repeat in range(args.peer_repeats)]
             other = num_scored(name, make(0)) / statistics.median(times)
         shares = ", ".join(f"{phase} {share:.1%}" for phase, share in phases.items())
-        print(
-            f"{name:4} {engine:9.1f} {other or float('nan'):9.1f} {engine / other if other else float('nan'):6.2f}"
-            f"  {shares}",
-            flush=True,
-        )
+        compared = f"{other:9.1f} {engine / other:6.2f}" if other else f"{'-':>9} {'-':>6}"
+        print(f"{name:4} {engine:9.1f} {compared}  {shares}", flush=True)
         results.append(
             {
                 "workload": name,

@@ -30,8 +30,8 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate.
 
-    `model` is a directory in Hugging Face format, a hub id, or "demo"; `config` a YAML file. Every other key of the
-    configuration is an option, flat (`max_num_seqs=8`) or nested (`cache={"block_size": 32}`).
+    `model` is a directory in Hugging Face format, a hub id, or "demo"; `config` a YAML file. Every other key
+    of the configuration is an option, flat (`max_num_seqs=8`) or nested (`cache={"block_size": 32}`).
 
     Raises ValueError, naming the key, for a configuration that can't be served.
     """
@@ -70,10 +70,12 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, given as text or as token ids; the results are in the prompts' order.
+        """Generate for one prompt or many, given as text or as token ids; the results are in the prompts'
+        order.
 
-        `params` and `adapter` are one for all, or a list with one entry a prompt. `progress` shows a bar on standard
-        error; by default for more than one prompt on a terminal. ValueError, naming the field, before anything runs.
+        `params` and `adapter` are one for all, or a list with one entry a prompt. `progress` shows a bar on
+        standard error; by default for more than one prompt on a terminal. ValueError, naming the field,
+        before anything runs.
         """
         many = _as_prompts(prompts)
         requests = [
@@ -97,7 +99,8 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, each a list of {"role", "content"}, through the model's chat template."""
+        """Answer one conversation or many, each a list of {"role", "content"}, through the model's chat
+        template."""
         if not messages:
             raise ValueError("messages: a conversation needs at least one message")
         one = isinstance(messages[0], Mapping)
@@ -108,14 +111,17 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[str]:
-        """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the request."""
+        """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the
+        request."""
         params = params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n: a stream has one continuation, not {params.n}")
         self._text("prompt")
         return self._stream(*self._request(prompt, params, adapter))
 
-    def check(self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None) -> None:
+    def check(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> None:
         """Raise the ValueError that `generate` would raise for this prompt, if any; nothing runs."""
         self._request(prompt, params, adapter)
 

@@ -1,6 +1,8 @@
-"""From token ids to what a user sees: text, stop strings, log-probabilities, requests with all their continuations.
+"""From token ids to what a user sees: text, stop strings, log-probabilities, requests with all their
+continuations.
 
-The client side of an engine core: knows text, runs no model. One instance serves any number of requests at once.
+The client side of an engine core: knows text, runs no model. One instance serves any number of requests at
+once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Logprob:
 
 
 Logprobs = dict[int, Logprob]
-"""Token id -> log-probability, at one position: the token that stands there first, then the most likely ones."""
+"""Token id -> log-probability, at one position: the token that stands there first, then the most likely
+ones."""
 
 
 @dataclass(slots=True)
@@ -121,8 +124,8 @@ class OutputProcessor:
         self._tracked.pop(request_id, None)
 
     def process(self, outputs: Iterable[SequenceOutput]) -> tuple[list[Delta], list[tuple[str, int]]]:
-        """Returns what was added, and the continuations (request id, index) that a stop string ended and that the
-        engine must abort."""
+        """Returns what was added, and the continuations (request id, index) that a stop string ended and that
+        the engine must abort."""
         deltas: list[Delta] = []
         aborts: list[tuple[str, int]] = []
         for output in outputs:

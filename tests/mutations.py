@@ -1,5 +1,5 @@
-"""The faults of the recipes, as monkeypatches. Each one makes the engine wrong in the way that its recipe is about;
-none merely raises.
+"""The faults of the recipes, as monkeypatches. Each one makes the engine wrong in the way that its recipe is
+about; none merely raises.
 
 `MUTATIONS` maps a recipe's name to a function that injects its fault through a pytest.MonkeyPatch.
 """
@@ -36,12 +36,18 @@ def change_input(patch: pytest.MonkeyPatch, change: Callable[[StepInput], None])
     patch.setattr(InputBuilder, "build", build)
 
 
-def around_conv(patch: pytest.MonkeyPatch, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> None:
+def around_conv(
+    patch: pytest.MonkeyPatch,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> None:
     """Let `before(state, metadata)` and `after(y, state, metadata)` spoil every convolution."""
     plain = SSM.causal_conv1d
 
     @functools.wraps(plain)
-    def conv(self: SSM, x: Any, weight: Any, bias: Any, state: Any, metadata: Any, **more: Any) -> torch.Tensor:
+    def conv(
+        self: SSM, x: Any, weight: Any, bias: Any, state: Any, metadata: Any, **more: Any
+    ) -> torch.Tensor:
         if before:
             before(state, metadata)
         y = plain(self, x, weight, bias, state, metadata, **more)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Arena:
     """All cache memory of one rank.
 
-    The buffer is not initialised: on a CPU its pages are committed when they are first written. Nothing reads a unit
-    before it was written: attention reads up to a sequence's length, a recurrence only where `has_state`.
+    The buffer is not initialised: on a CPU its pages are committed when they are first written. Nothing reads
+    a unit before it was written: attention reads up to a sequence's length, a recurrence only where
+    `has_state`.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:

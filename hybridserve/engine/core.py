@@ -1,4 +1,5 @@
-"""The engine's loop: schedule, build, execute, update, emit. Knows requests and steps; knows no text and no tensors."""
+"""The engine's loop: schedule, build, execute, update, emit. Knows requests and steps; knows no text and no
+tensors."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ class EngineCore:
         return cls(scheduler, builder, executor or LocalExecutor(model_path, plan), plan.vocab_size)
 
     def check(self, request: EngineRequest) -> None:
-        """ValueError, naming the field, for a request that makes no sense to this model or could never be served."""
+        """ValueError, naming the field, for a request that makes no sense to this model or could never be
+        served."""
         if request.adapter is not None:
             raise ValueError(
                 f"adapter: {request.adapter!r} is unknown; this engine serves the base model only"

@@ -27,6 +27,7 @@ class Executor(ABC):
     def collect(self) -> StepOutput:
         """The result of the oldest submitted step."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the executor holds."""
 
@@ -43,3 +44,6 @@ class LocalExecutor(Executor):
 
     def collect(self) -> StepOutput:
         return self._results.pop(0)
+
+    def close(self) -> None:
+        del self.worker

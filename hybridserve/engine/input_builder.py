@@ -1,8 +1,8 @@
 """Turns a scheduled step into flat arrays: the only thing that crosses from rank 0 to all ranks (D6).
 
-Knows requests and their parameters; does not know tensors or the model. Numbers that repeat every step of a request
-(its key for random draws, its row of the block table) are kept between steps and dropped when the scheduler says that
-the request's memory is gone.
+Knows requests and their parameters; does not know tensors or the model. Numbers that repeat every step of a
+request (its key for random draws, its row of the block table) are kept between steps and dropped when the
+scheduler says that the request's memory is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class PromptLogprobsInput:
 
 @dataclass(slots=True)
 class StepInput:
-    """One step for a worker. `T` tokens of `S` sequences laid end to end; see kernels' interfaces for the meaning."""
+    """One step for a worker. `T` tokens of `S` sequences laid end to end; see kernels' interfaces for the
+    meaning."""
 
     step_id: int
     input_ids: np.ndarray  # [T] int64
@@ -92,7 +93,8 @@ class BuiltStep:
     sample_ids: list[str]
     """[R] the request that each drawn token belongs to."""
     prompt_spans: list[tuple[str, int]]
-    """For each request with prompt log-probabilities in this step: its id and how many positions, in row order."""
+    """For each request with prompt log-probabilities in this step: its id and how many positions, in row
+    order."""
 
 
 @dataclass(slots=True)
@@ -104,10 +106,11 @@ class _Resident:
 
 
 class InputBuilder:
-    """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw from.
+    """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw
+    from.
 
-    With `buckets`, a step is padded to the next larger bucket of tokens by sequences of one token that live in the
-    null block and the null slot (D8); captured graphs need that.
+    With `buckets`, a step is padded to the next larger bucket of tokens by sequences of one token that live
+    in the null block and the null slot (D8); captured graphs need that.
     """
 
     def __init__(
@@ -227,8 +230,8 @@ class InputBuilder:
     def _uniform(self, requests: Sequence[Request], num_drawn: Sequence[int]) -> np.ndarray:
         """One number in [0, 1) a draw: a hash of (seed, continuation, how many tokens were drawn before).
 
-        So a draw depends neither on the company in the batch nor on preemption. A request without a seed gets the
-        engine's, and its order of arrival as a continuation of its own.
+        So a draw depends neither on the company in the batch nor on preemption. A request without a seed gets
+        the engine's, and its order of arrival as a continuation of its own.
         """
         seeds = np.array(
             [self._seed if r.params.seed is None else r.params.seed & (2**64 - 1) for r in requests],

@@ -1,4 +1,5 @@
-"""What goes into an engine and what comes out of it. Token ids and numbers only; knows no text and no tensors."""
+"""What goes into an engine and what comes out of it. Token ids and numbers only; knows no text and no
+tensors."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of the raw distribution at one position.
 
-    The first id is the token that stands there, `rank` its place among all (1 is the most likely); the most likely
-    tokens follow, best first.
+    The first id is the token that stands there, `rank` its place among all (1 is the most likely); the most
+    likely tokens follow, best first.
     """
 
     token_ids: list[int]

@@ -37,8 +37,8 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Holds the weights, the arena, and the tokens that the last step drew, which the next step may need before the
-    scheduler has seen them."""
+    """Holds the weights, the arena, and the tokens that the last step drew, which the next step may need
+    before the scheduler has seen them."""
 
     def __init__(self, model: CausalLM, arena: Arena, attention: AttentionBackend, ssm: SSMBackend) -> None:
         self.model = model

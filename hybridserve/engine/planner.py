@@ -5,6 +5,7 @@ Knows shapes, bytes and backends; knows no request.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -151,7 +152,8 @@ class EnginePlan:
 
 
 def make_plan(config: EngineConfig, model_path: Path) -> EnginePlan:
-    """Plan an engine. ValueError, naming the key, where the configuration and the model or machine do not agree."""
+    """Plan an engine. ValueError, naming the key, where the configuration and the model or machine do not
+    agree."""
     hf_config = load_hf_config(model_path)
     device = "cpu"
     dtype = checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype
@@ -254,29 +256,31 @@ def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> 
         free = max(available_memory() - context.weights.num_bytes, 0)
         budget = int(cache.memory_fraction * free)
         planned = layout(budget)
-        needed = 1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs)
-        if needed < planned.num_slabs:
-            planned = layout(needed * planned.slab_bytes)
+        wanted = 1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs)
+        if wanted < planned.num_slabs:
+            planned = layout(wanted * planned.slab_bytes)
         source = f"cache.memory_fraction: {cache.memory_fraction} of {_size(free)} free memory"
     longest = planned.max_tokens_one_sequence()
     if longest is not None and longest < max_model_len:
+        needed = (1 + planned.slabs_for(max_model_len)) * planned.slab_bytes
         raise ValueError(
-            f"{source} holds one sequence of {longest:,} tokens at most, not of max_model_len = {max_model_len:,}: "
-            f"set max_model_len to {longest} or less, or give the cache "
-            f"{_size((1 + planned.slabs_for(max_model_len, 1)) * planned.slab_bytes)}"
+            f"{source} holds one sequence of {longest:,} tokens at most, not of max_model_len "
+            f"({max_model_len:,}): set max_model_len to {longest} or less, or give the cache {_size(needed)}"
         )
     return planned
 
 
 def available_memory() -> int:
     """Bytes that this process may still take: the machine's, or what its control group leaves."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no control group, or no limit ("max")
-        pass
-    return max(int(available), 0)
+    available = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or no limit ("max")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # cached pages of files count as used, but make room when it is needed
+        available = min(available, limit - used + int(stat["inactive_file"]))
+    return max(available, 0)
 
 
 def _size(num_bytes: float) -> str:

@@ -1,23 +1,22 @@
 """Draws tokens from logits, many rows at once. Knows tensors; does not know requests.
 
-No row's result depends on the other rows: what is kept is decided by values, never by positions in a sort that ties
-could reorder, and the draw walks the vocabulary in its own order.
+No row's result depends on the other rows: what is kept is decided by values, never by positions in a sort
+that ties could reorder, and the draw walks the vocabulary in its own order.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
+import itertools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.messages import TokenLogprobs
 
 NUCLEUS_PREFIX = 256
-"""How many most likely tokens are looked at first for top_p; a row whose nucleus is larger is sorted whole."""
+"""How many most likely tokens are looked at first for top_p; a row whose nucleus is larger is sorted
+whole."""
 
 
 @dataclass(slots=True)
@@ -32,7 +31,8 @@ class LogprobsOutput:
 
     @classmethod
     def concatenate(cls, parts: list[LogprobsOutput]) -> LogprobsOutput:
-        return cls(*(functools.reduce(operator.iadd, (getattr(part, column) for part in parts), []) for column in cls.__slots__))
+        columns = [[getattr(part, column) for part in parts] for column in cls.__slots__]
+        return cls(*(list(itertools.chain.from_iterable(column)) for column in columns))
 
     def at(self, place: int, token_id: int, num_top: int) -> TokenLogprobs:
         """The `place`-th row's, for the token that stands there, with `num_top` most likely ones."""
@@ -47,8 +47,9 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor,
     """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
     device = logits.device
     finite = torch.isfinite(logits).all(dim=-1)
-    wanted = np.zeros(0, dtype=np.int64) if sampling.num_logprobs is None else (sampling.num_logprobs >= 0).nonzero()[0]
-    raw = logits[torch.from_numpy(wanted).to(device)]
+    scored = sampling.num_logprobs
+    wanted = [] if scored is None else (scored >= 0).nonzero()[0].tolist()
+    raw = logits[wanted]
     if sampling.bias is not None:
         rows, tokens, values = (torch.from_numpy(column).to(device) for column in sampling.bias)
         logits.index_put_((rows, tokens), values, accumulate=True).clamp_(min=BANNED)
@@ -59,10 +60,10 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor,
     if len(drawn):
         token_ids[drawn] = _draw(logits[drawn], sampling, drawn)
     token_ids.masked_fill_(~finite, -1)
-    if sampling.num_logprobs is None:
+    if scored is None:
         return token_ids, None
-    chosen = token_ids[torch.from_numpy(wanted).to(device)].clamp(min=0)
-    return token_ids, logprobs(raw, chosen, int(sampling.num_logprobs.max()), wanted.tolist())
+    chosen = token_ids[wanted].clamp(min=0)
+    return token_ids, logprobs(raw, chosen, int(scored.max()), wanted)
 
 
 def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int, rows: list[int]) -> LogprobsOutput:
@@ -124,7 +125,8 @@ def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor) -> None:
 
 
 def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Zero all but each row's nucleus, in place: the most likely tokens before which less than p of the mass lies."""
+    """Zero all but each row's nucleus, in place: the most likely tokens before which less than p of the mass
+    lies."""
     rows = (top_p < 1).nonzero()[:, 0]
     if not len(rows):
         return

@@ -1,4 +1,5 @@
-"""One rank: a device, this rank's share of the weights, and its arena. Stateless between steps but for those (D6)."""
+"""One rank: a device, this rank's share of the weights, and its arena. Stateless between steps but for those
+(D6)."""
 
 from __future__ import annotations
 

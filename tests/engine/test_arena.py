@@ -80,7 +80,8 @@ def test_copies_read_all_sources_before_they_write() -> None:
 
 @pytest.mark.parametrize("num_elements", [2**31, 2**32], ids=["2^31", "2^32"])
 def test_f073_offsets_beyond_32_bits(num_elements: int) -> None:
-    """The highest slot and block of an arena of more elements than an int32 can count; only touched pages exist."""
+    """The highest slot and block of an arena of more elements than an int32 can count; only touched pages
+    exist."""
     layout = CacheLayout.build([MAMBA, KV, MAMBA], 16, 4 * num_elements + (1 << 20))
     arena = Arena(layout, CPU)
     arena.slots[:4] = 7

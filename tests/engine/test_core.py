@@ -1,4 +1,5 @@
-"""The engine's loop on small models: exactness of every family, log-probabilities, errors, and what it counts."""
+"""The engine's loop on small models: exactness of every family, log-probabilities, errors, and what it
+counts."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_logprobs_and_prompt_logprobs(jamba: Path) -> None:
         row = expected[position]
         top = row.topk(2 if position < len(prompt) - 1 else 3)
         assert scored.token_ids == [tokens[position], *top.indices.tolist()]
-        assert scored.logprobs == pytest.approx([row[tokens[position]].item(), *top.values.tolist()], abs=1e-4)
+        assert scored.logprobs == pytest.approx(
+            [row[tokens[position]].item(), *top.values.tolist()], abs=1e-4
+        )
         assert scored.rank == int((row > row[tokens[position]]).sum()) + 1
 
 
@@ -123,7 +126,9 @@ def test_eos_stop_tokens_and_min_tokens(jamba: Path) -> None:
     engine = Guarded(jamba)
     for name, (more, _, _) in cases.items():
         engine.add(name, prompt, SamplingParams(temperature=0, max_tokens=6, **more))
-    engine.add("min", prompt, SamplingParams(temperature=0, max_tokens=6, min_tokens=5, stop_token_ids=(stop,)))
+    engine.add(
+        "min", prompt, SamplingParams(temperature=0, max_tokens=6, min_tokens=5, stop_token_ids=(stop,))
+    )
     results = engine.run()
     for name, (_, token_ids, reason) in cases.items():
         assert results[name, 0].token_ids == token_ids

@@ -54,7 +54,11 @@ def test_a_model_without_blocks() -> None:
 
 def test_padding_lives_in_the_null_units() -> None:
     step = make_step(ScheduledSequence("d", 6, 1, ("d",), True, (3, 4), 9))
-    got = InputBuilder(block_size=4, seed=0, buckets=(2, 4)).build(step, {"d": make_request("d", 5, (7, 8))}).input
+    got = (
+        InputBuilder(block_size=4, seed=0, buckets=(2, 4))
+        .build(step, {"d": make_request("d", 5, (7, 8))})
+        .input
+    )
     assert got.query_start.tolist() == [0, 1, 2]
     assert got.state_slots.tolist() == [9, 0]
     assert got.has_state.tolist() == [True, False]
@@ -67,9 +71,13 @@ def test_a_token_that_is_not_known_yet_names_its_row() -> None:
     builder = InputBuilder(block_size=4, seed=0)
     a, b = make_request("a", 3), make_request("b", 3)
     requests = {"a": a, "b": b}
-    prefills = [ScheduledSequence(name, 0, 3, (name,), False, (block,), block) for name, block in (("a", 1), ("b", 2))]
+    prefills = [
+        ScheduledSequence(name, 0, 3, (name,), False, (block,), block) for name, block in (("a", 1), ("b", 2))
+    ]
     builder.build(make_step(*prefills), requests)
-    decodes = [ScheduledSequence(name, 3, 1, (name,), True, (block,), block) for name, block in (("b", 2), ("a", 1))]
+    decodes = [
+        ScheduledSequence(name, 3, 1, (name,), True, (block,), block) for name, block in (("b", 2), ("a", 1))
+    ]
     got = builder.build(make_step(*decodes), requests).input
     assert got.pending.tolist() == [[0, 1], [1, 0]]
 
@@ -103,7 +111,12 @@ def test_draws_depend_on_seed_continuation_and_position_alone() -> None:
     unseeded = make_request("u", 3)
     other = make_request("v", 3)
     other.arrival_seq = 1
-    values = [alone[0], *uniform(builder, later), *uniform(builder, sibling), *uniform(builder, unseeded, other)]
+    values = [
+        alone[0],
+        *uniform(builder, later),
+        *uniform(builder, sibling),
+        *uniform(builder, unseeded, other),
+    ]
     assert len(set(values)) == len(values)
 
 
@@ -111,7 +124,7 @@ def test_draws_are_uniform() -> None:
     builder = InputBuilder(block_size=4, seed=0)
     requests = [make_request("r", 3, seed=seed) for seed in range(100)]
     drawn = np.concatenate([builder._uniform(requests, [position] * 100) for position in range(50)])
-    assert 0 <= drawn.min()
+    assert drawn.min() >= 0
     assert drawn.max() < 1
     histogram = np.histogram(drawn, bins=20, range=(0, 1))[0]
     assert abs(histogram - 250).max() < 5 * 250**0.5
@@ -140,5 +153,7 @@ def test_prompt_logprobs_are_asked_for_once() -> None:
         step = make_step(ScheduledSequence("r", start, length, (), start > 0, (1, 2), 1))
         built = builder.build(step, {"r": request})
         if built.input.prompt_logprobs is not None:
-            spans.append((built.input.prompt_logprobs.rows.tolist(), built.input.prompt_logprobs.targets.tolist()))
+            spans.append(
+                (built.input.prompt_logprobs.rows.tolist(), built.input.prompt_logprobs.targets.tolist())
+            )
     assert spans == [([0, 1, 2, 3], [101, 102, 103, 104]), ([0], [105])]

@@ -44,7 +44,17 @@ def support(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: 
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.3}, {"top_p": 0.999}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}, {"top_k": 10000}],
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_p": 0.3},
+        {"top_p": 0.999},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.7},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.05},
+        {"top_k": 10000},
+    ],
     ids=str,
 )
 def test_draws_follow_the_distribution(limits: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
 """An engine core with every guard of the invariance tests on, and the oracle that it is held against.
 
-The guards: free units are poisoned the moment they become free, the null slab before every step; after a step every
-byte that the step does not own must be what it was; integrity is checked after every step; at the end all memory must
-be back.
+The guards: free units are poisoned the moment they become free, the null slab before every step; after a step
+every byte that the step does not own must be what it was; integrity is checked after every step; at the end
+all memory must be back.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ class GuardedExecutor(Executor):
 
     def submit(self, step: StepInput) -> None:
         self._queue.append(step)
+
+    def close(self) -> None:
+        self._queue.clear()
 
     def collect(self) -> StepOutput:
         step = self._queue.pop(0)
@@ -218,7 +221,8 @@ class Guarded:
         return outputs
 
     def _force_preemption(self) -> None:
-        """Of a random running sequence that has drawn a token since it was last preempted, so that all end."""
+        """Of a random running sequence that has drawn a token since it was last preempted, so that all
+        end."""
         running = [r for r in self.core.scheduler.requests.values() if r.status is RequestStatus.RUNNING]
         ready = [r for r in running if len(r.output_ids) > self._drawn_at_preemption.get(r.id, -1)]
         if ready:
@@ -244,7 +248,8 @@ class Guarded:
         return [tensor[slot].clone() for view in views for tensor in view]
 
     def _record(self, step: StepInput) -> None:
-        """Note each sequence's state and logits after a step; the last note of a sequence is its final state."""
+        """Note each sequence's state and logits after a step; the last note of a sequence is its final
+        state."""
         row = 0
         for place, samples in self._planned.pop(step.step_id):
             slot = int(step.state_slots[place])
@@ -267,7 +272,9 @@ class Guarded:
                 for place in sorted(places[self.padding], reverse=True):
                     names = (f"pad{place}a", f"pad{place}b")
                     requests = {**requests, **{name: Request(name, [0], SamplingParams()) for name in names}}
-                    sequences[place:place] = [ScheduledSequence(name, 0, 1, (), False, (0,), 0) for name in names]
+                    sequences[place:place] = [
+                        ScheduledSequence(name, 0, 1, (), False, (0,), 0) for name in names
+                    ]
             self._planned[step.step_id] = [
                 (place, seq.samples) for place, seq in enumerate(sequences) if seq.samples
             ]
@@ -281,7 +288,10 @@ class Guarded:
         if self.row_order == "shuffled":
             self._rng.shuffle(sequences)
         elif self.row_order != "forward":  # decodes and prefills as spelled, such as "dpdp"
-            kinds = {"d": [s for s in sequences if s.length == 1], "p": [s for s in sequences if s.length > 1]}
+            kinds = {
+                "d": [s for s in sequences if s.length == 1],
+                "p": [s for s in sequences if s.length > 1],
+            }
             return [kinds[kind].pop(0) for kind in self.row_order]
         return sequences
 
@@ -326,7 +336,8 @@ class Oracle:
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def forward(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Logits [T, V] after each token, and the final states of the recurrent layers: conv, then SSM, of each."""
+        """Logits [T, V] after each token, and the final states of the recurrent layers: conv, then SSM, of
+        each."""
         key = tuple(token_ids)
         if key not in self._known:
             logits, states = oracle(self.model, token_ids)

@@ -1,4 +1,5 @@
-"""Test-only models whose only memory is unusual: a convolution alone (as LFM2 has), and four state tensors a layer.
+"""Test-only models whose only memory is unusual: a convolution alone (as LFM2 has), and four state tensors a
+layer.
 
 Each has a definition of its own, one token at a time, that the engine is held against.
 """

@@ -1,5 +1,5 @@
-"""The recipes of faults that real engines had, as plain functions, so that `test_recipes` runs them as they are and
-`test_mutations` runs them with the fault injected and wants to see them fail.
+"""The recipes of faults that real engines had, as plain functions, so that `test_recipes` runs them as they
+are and `test_mutations` runs them with the fault injected and wants to see them fail.
 
 Each takes the T-model and its oracle. Numbers are those of the project's list of faults.
 """
@@ -110,7 +110,8 @@ def f013_chunks_of_11_3_1_5(model: Path, oracle: Oracle) -> None:
 
 
 def f014_every_split_of_a_prompt(model: Path, oracle: Oracle) -> None:
-    """The convolution reaches over the border between two chunks, wherever it is; and over all borders at once."""
+    """The convolution reaches over the border between two chunks, wherever it is; and over all borders at
+    once."""
     prompt = make_prompts([24])[0]
     for split in (*range(1, 24), None):
         engine = Guarded(model, checksum=False)
@@ -186,7 +187,8 @@ def f027_padding_and_the_lowest_slot(model: Path, oracle: Oracle) -> None:
 
 
 def f029_scratch_memory_is_nan(model: Path, oracle: Oracle) -> None:
-    """What `torch.empty` returns is NaN: nothing of it reaches a live row or slot, nor stays in the null slot."""
+    """What `torch.empty` returns is NaN: nothing of it reaches a live row or slot, nor stays in the null
+    slot."""
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
     try:
         assert torch.empty(3).isnan().all()
@@ -215,7 +217,8 @@ def f031_trailing_padding_changes_nothing(model: Path, oracle: Oracle) -> None:
 
 
 def f032_padding_on_any_side(model: Path, oracle: Oracle) -> None:
-    """Padding rows before, between and behind the live ones; the final state is that of the last real token."""
+    """Padding rows before, between and behind the live ones; the final state is that of the last real
+    token."""
     for row_order in ("forward", "reverse", "shuffled"):
         for place in ("before", "between", "behind"):
             engine = Guarded(model, row_order=row_order, poison="large")
@@ -244,7 +247,8 @@ def f034_twice_as_many_requests_as_slots(model: Path, oracle: Oracle) -> None:
 
 
 def f036_abort_in_every_state(model: Path, oracle: Oracle) -> None:
-    """Aborted while waiting, in the middle of a prompt, decoding, preempted, twice, and in the step that ends it."""
+    """Aborted while waiting, in the middle of a prompt, decoding, preempted, twice, and in the step that ends
+    it."""
     for delay in (0, 1):
         engine = Guarded(model, chunk=5, delay=delay, max_num_seqs=3)
         core = engine.core
@@ -283,7 +287,8 @@ def f041_every_step_advances(model: Path, oracle: Oracle) -> None:
 
 
 def f057_freed_under_a_running_step(model: Path, oracle: Oracle) -> None:
-    """One step is in flight when a sequence ends, is aborted or preempted: it may still write what it holds."""
+    """One step is in flight when a sequence ends, is aborted or preempted: it may still write what it
+    holds."""
     for way in ("stop", "abort", "preempt"):
         engine = Guarded(model, delay=1, poison="large", memory="200KiB", max_model_len=40, max_num_seqs=2)
         prompt = make_prompts([6])[0]

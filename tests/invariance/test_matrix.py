@@ -41,7 +41,10 @@ def pairwise(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
         best: tuple[int, dict[str, int]] = (-1, {})
         for _ in range(60):
             cell = {name: rng.randrange(len(values)) for name, values in axes.items()}
-            covered = sum((one, cell[one], other, cell[other]) in pairs for one, other in itertools.combinations(axes, 2))
+            covered = sum(
+                (one, cell[one], other, cell[other]) in pairs
+                for one, other in itertools.combinations(axes, 2)
+            )
             best = max(best, (covered, cell), key=lambda found: found[0])
         cell = best[1]
         pairs -= {(one, cell[one], other, cell[other]) for one, other in itertools.combinations(axes, 2)}
@@ -49,7 +52,9 @@ def pairwise(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
     return cells
 
 
-def run_cell(t_model: Path, oracle: Oracle, company: str, cell: dict[str, Any], lengths: list[int]) -> Guarded:
+def run_cell(
+    t_model: Path, oracle: Oracle, company: str, cell: dict[str, Any], lengths: list[int]
+) -> Guarded:
     engine = Guarded(t_model, **cell)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompts = make_prompts(lengths)

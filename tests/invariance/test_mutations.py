@@ -1,4 +1,5 @@
-"""A recipe that was never seen red proves nothing: with its fault injected, each one must fail by its own checks."""
+"""A recipe that was never seen red proves nothing: with its fault injected, each one must fail by its own
+checks."""
 
 from __future__ import annotations
 

@@ -32,9 +32,12 @@ def test_prompts_keep_their_order(llm: LLM) -> None:
         completion = output.outputs[0]
         assert output.finished
         assert completion.finish_reason == "length"
-        assert completion.text == llm.tokenizer.decode([*output.prompt_token_ids, *completion.token_ids])[
-            len(llm.tokenizer.decode(output.prompt_token_ids)) :
-        ]
+        assert (
+            completion.text
+            == llm.tokenizer.decode([*output.prompt_token_ids, *completion.token_ids])[
+                len(llm.tokenizer.decode(output.prompt_token_ids)) :
+            ]
+        )
 
 
 def test_one_list_of_ids_is_one_prompt(llm: LLM) -> None:
@@ -47,7 +50,7 @@ def test_params_one_for_all_or_one_each(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (2, 5)]
     outputs = llm.generate([PROMPT, PROMPT], params)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [2, 5]
-    with pytest.raises(ValueError, match="params: 2 given for 1 prompts"):
+    with pytest.raises(ValueError, match=r"params: 2 given for 1 prompts"):
         llm.generate([PROMPT], params)
 
 
@@ -123,7 +126,8 @@ def test_prompt_logprobs(llm: LLM) -> None:
 
 
 def test_heldout_text_is_scored_as_the_model_card_says(llm: LLM) -> None:
-    """4.21 nats a token on the whole text; its first part is near that, and far from an untrained model's 8.3."""
+    """4.21 nats a token on the whole text; its first part is near that, and far from an untrained model's
+    8.3."""
     text = (Path(__file__).parent.parent / "data" / "heldout.txt").read_text(encoding="utf-8")
     output = llm.generate(text[:6000], SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
@@ -191,22 +195,22 @@ def test_bad_input_names_its_field_and_disturbs_nobody(
 
 def test_nothing_runs_if_one_prompt_is_bad(llm: LLM) -> None:
     before = llm.stats()["num_requests"]
-    with pytest.raises(ValueError, match="^prompt: "):
+    with pytest.raises(ValueError, match=r"^prompt: "):
         llm.generate([PROMPT, [1, 99999]], GREEDY)
     assert llm.stats()["num_requests"] == before
 
 
 @pytest.mark.parametrize("adapter", ["shakespeare", ["shakespeare"], ""])
 def test_any_adapter_is_refused(llm: LLM, adapter: Any) -> None:
-    with pytest.raises(ValueError, match="^adapter: "):
+    with pytest.raises(ValueError, match=r"^adapter: "):
         llm.generate([PROMPT], GREEDY, adapter=adapter)
     assert llm.generate([PROMPT], GREEDY, adapter=[None])
 
 
 def test_a_stream_is_checked_when_it_is_asked_for(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="^n: "):
+    with pytest.raises(ValueError, match=r"^n: "):
         llm.stream(PROMPT, SamplingParams(n=2))
-    with pytest.raises(ValueError, match="^prompt: "):
+    with pytest.raises(ValueError, match=r"^prompt: "):
         llm.stream([1, 99999])
 
 
