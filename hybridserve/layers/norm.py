@@ -9,6 +9,9 @@ import torch
 if TYPE_CHECKING:
     from hybridserve.layers.context import BuildContext
 
+_MANY_ELEMENTS = 1 << 16
+"""From here torch's composite spends its time on memory passes, not on calls: a third of them is enough."""
+
 
 class RMSNorm:
     """weight * x / sqrt(mean(x^2) + eps) along the last axis; the same on every rank."""
@@ -22,7 +25,11 @@ class RMSNorm:
         context.weights.expect(f"{name}.weight", self.shape, self._load)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, self.shape, self.weight, self.eps)
+        if x.numel() < _MANY_ELEMENTS:
+            return torch.rms_norm(x, self.shape, self.weight, self.eps)
+        wide = x.float()
+        scale = torch.linalg.vecdot(wide, wide).div_(self.shape[0]).add_(self.eps).rsqrt_()
+        return torch.mul(wide, scale.unsqueeze(-1)).mul_(self.weight).to(x.dtype)
 
     def _load(self, tensor: torch.Tensor) -> None:
         self.weight.copy_(tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hybridserve.kernels.gemm.torch_native import widened_linear, widens
+from hybridserve.kernels.gemm.torch_native import matmul
 from hybridserve.kernels.moe.interface import MoEBackend
 
 
@@ -53,7 +53,6 @@ class TorchNative(MoEBackend):
 
 
 def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """x [M, H] through one expert; [M, H], in float32 where the weights are widened, else in x's dtype."""
-    linear = widened_linear if widens(x, gate_up) else F.linear
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(F.silu(gate).mul_(up), down)
+    """x [M, H] through one expert; [M, H], in x's dtype or, not yet rounded to it, in float32."""
+    gate, up = matmul(x, gate_up).chunk(2, dim=-1)
+    return matmul(F.silu(gate).mul_(up), down)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridserve.kernels.gemm import BACKENDS, Reference
-from hybridserve.kernels.gemm.torch_native import widened_linear
+from hybridserve.kernels.gemm.torch_native import _widened
 
 if TYPE_CHECKING:
     from hybridserve.kernels.gemm.interface import GemmBackend
@@ -73,6 +73,6 @@ def test_widened_in_slices(dtype: torch.dtype, slice_elements: int, monkeypatch:
     """Also on machines whose backend never widens: slices of any size, exact to float32 rounding."""
     monkeypatch.setattr("hybridserve.kernels.gemm.torch_native._SLICE_ELEMENTS", slice_elements)
     x, weight, _ = operands(5, 70, 33, dtype)
-    actual = widened_linear(x, weight)
+    actual = _widened(x, weight)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-6)
