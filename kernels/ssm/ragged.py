@@ -35,7 +35,7 @@ class Rows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         if self.index is None:
-            return x.narrow(0, self.start, self.num)
+            return x if self.num == len(x) else x.narrow(0, self.start, self.num)
         return x.index_select(0, self.index)
 
     def put(self, out: torch.Tensor, values: torch.Tensor) -> None:
@@ -50,31 +50,36 @@ class Slots:
     """Where a group of sequences keeps its states, and which of them have none yet."""
 
     index: torch.Tensor  # [n] slots
-    fresh: torch.Tensor  # [f] members of the group that start from zero
+    fresh: torch.Tensor | None  # [f] members of the group that start from zero; None where all have a state
+    only: int | None  # the slot, where it is the only one and known without waiting for a device
 
     @classmethod
     def of(cls, metadata: SSMMetadata, sequences: list[int]) -> Slots:
         members = torch.tensor(sequences, device=metadata.state_slots.device)
+        index = metadata.state_slots.index_select(0, members)
         fresh = metadata.has_state.index_select(0, members).logical_not().nonzero().flatten()
-        return cls(metadata.state_slots.index_select(0, members), fresh)
+        on_host = len(sequences) == 1 and index.device.type == "cpu"
+        return cls(index, fresh if len(fresh) else None, int(index) if on_host else None)
 
-    def read(self, state: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A float32 copy of the states [n, ...]. What a fresh slot holds is overwritten, so it can't leak.
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """The states [n, ...] in the state's dtype: a copy or, of a single slot, that slot itself.
 
-        `out`, of that shape and with any content, saves the allocation.
+        What a fresh sequence's slot holds is overwritten, never multiplied by zero: it can't leak.
         """
-        if out is None:
-            out = state.new_empty(len(self.index), *state.shape[1:], dtype=torch.float32)
-        if state.dtype == out.dtype:
-            torch.index_select(state, 0, self.index, out=out)
+        if self.only is not None:
+            values = state.narrow(0, self.only, 1)
         else:
-            out.copy_(state.index_select(0, self.index))
-        if self.fresh.numel():
-            out.index_fill_(0, self.fresh, 0.0)
-        return out
+            values = state.index_select(0, self.index)
+        if self.fresh is not None:
+            values.index_fill_(0, self.fresh, 0.0)
+        return values
 
     def write(self, state: torch.Tensor, values: torch.Tensor) -> None:
-        state.index_copy_(0, self.index, values.to(state.dtype))
+        """Store the states [n, ...] of any dtype; those of a single slot may have been changed in place."""
+        if self.only is None:
+            state.index_copy_(0, self.index, values.to(state.dtype))
+        elif values.data_ptr() != (slot := state.narrow(0, self.only, 1)).data_ptr():
+            slot.copy_(values)
 
 
 @dataclass(slots=True)

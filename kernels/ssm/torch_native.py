@@ -51,18 +51,17 @@ class TorchNative(SSMBackend):
         silu: bool = True,
     ) -> torch.Tensor:
         ragged = _ragged(metadata)
-        weight = weight.float()
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = _Output(x)
 
-        def put(rows: Rows, out: torch.Tensor) -> None:
+        def put(rows: Rows, y: torch.Tensor) -> None:
             if bias is not None:
-                out.add_(bias)
-            rows.put(y, F.silu(out, inplace=True) if silu else out)
+                y.add_(bias)
+            out.put(rows, F.silu(y, inplace=True) if silu else y)
 
         if (singles := ragged.singles) is not None:
             put(singles.tokens, _conv_singles(singles.tokens.take(x), weight, state, singles.slots))
         if (chunks := ragged.chunks) is not None:
-            taps = weight.t().contiguous()  # [W, C]
+            taps = weight.float().t().contiguous()  # [W, C]
             segment = max(1, _SEGMENT_ELEMENTS // x.shape[1])
             for start in range(0, chunks.tokens.num, segment):
                 num = min(segment, chunks.tokens.num - start)
@@ -71,7 +70,7 @@ class TorchNative(SSMBackend):
                 # A sequence's first outputs saw another's tokens: they are made again, from its own past.
                 edges = chunks.edges(num_past=len(taps) - 1)
                 put(edges.heads, _conv_heads(x, taps, state, chunks, edges))
-        return y
+        return out.take()
 
     def selective_scan(
         self,
@@ -87,17 +86,17 @@ class TorchNative(SSMBackend):
         metadata: SSMMetadata,
     ) -> torch.Tensor:
         ragged = _ragged(metadata)
-        y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+        out = _Output(u)
 
         def scan(rows: Rows, recurrence: Callable[..., torch.Tensor]) -> None:
             inputs = rows.take(u).float()
             delta = rows.take(dt).float()
             delta = F.softplus(delta if dt_bias is None else delta + dt_bias)
-            out = recurrence(inputs * delta, delta, rows.take(B).float(), rows.take(C).float())
-            out.addcmul_(inputs, D)
+            y = recurrence(inputs * delta, delta, rows.take(B).float(), rows.take(C).float())
+            y.addcmul_(inputs, D)
             if z is not None:
-                out.mul_(F.silu(rows.take(z).float()))
-            rows.put(y, out)
+                y.mul_(F.silu(rows.take(z).float()))
+            out.put(rows, y)
 
         if (singles := ragged.singles) is not None:
             scan(singles.tokens, partial(self._step, A, state, singles.slots))
@@ -110,7 +109,7 @@ class TorchNative(SSMBackend):
                 start += rows.num
                 scan(rows, partial(self._scan, A, h, widths))
             chunks.slots.write(state, h.transpose(1, 2))
-        return y
+        return out.take()
 
     def _step(
         self,
@@ -123,11 +122,13 @@ class TorchNative(SSMBackend):
         C: torch.Tensor,  # [n, N]
     ) -> torch.Tensor:
         """One token for each of n sequences, whose states it reads and writes; C h [n, C]."""
-        h = slots.read(state, out=self._buffer("h", len(delta), *A.shape, like=A))
+        h = slots.read(state).float()
         log2_decay = torch.mul((delta * _LOG2_E).unsqueeze(2), A, out=self._buffer("decay", *h.shape, like=A))
         h.mul_(log2_decay.exp2_()).addcmul_(inputs.unsqueeze(2), B.unsqueeze(1))
         slots.write(state, h)
-        return _sum_last(h.mul_(C.unsqueeze(1)))
+        if len(C) == 1:
+            return torch.mv(h[0], C[0]).unsqueeze(0)
+        return _sum_last(h.mul_(C.unsqueeze(1)))  # h is a copy, and has been stored
 
     def _scan(
         self,
@@ -177,18 +178,36 @@ def _ragged(metadata: SSMMetadata) -> RaggedMetadata:
     return metadata if isinstance(metadata, RaggedMetadata) else split(metadata)
 
 
+class _Output:
+    """Collects the rows of a result like x [T, C]; the only group of rows to come is the result itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._like = x
+        self._result: torch.Tensor | None = None
+
+    def put(self, rows: Rows, values: torch.Tensor) -> None:
+        if self._result is None and rows.index is None and rows.num == len(self._like):
+            self._result = values.to(self._like.dtype)
+            return
+        if self._result is None:
+            self._result = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+        rows.put(self._result, values)
+
+    def take(self) -> torch.Tensor:
+        return torch.empty_like(self._like) if self._result is None else self._result
+
+
 def _conv_singles(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, slots: Slots) -> torch.Tensor:
     """x [n, C], one token a sequence; the convolution [n, C] before bias and activation, float32."""
-    x = x.float()
-    out = x * weight[:, -1]
-    if weight.shape[1] > 1:
-        past = slots.read(state)  # [n, C, W - 1]
-        new = torch.empty_like(past)
-        # One long copy moves all channels by a place; x overwrites what crosses into the next channel.
-        new.flatten(1)[:, :-1] = past.flatten(1)[:, 1:]
-        new[:, :, -1] = x
-        slots.write(state, new)
-        out += _sum_last(past.mul_(weight[:, :-1]))
+    if weight.shape[1] == 1:
+        return x.float() * weight[:, 0]
+    past = slots.read(state)  # [n, C, W - 1]
+    out = _sum_last(past.float() * weight[:, :-1]).addcmul_(x, weight[:, -1])
+    new = torch.empty_like(past, memory_format=torch.contiguous_format)
+    # One long copy moves all channels by a place; x overwrites what crosses into the next channel.
+    new.view(len(x), -1)[:, :-1] = past.view(len(x), -1)[:, 1:]
+    new[:, :, -1] = x
+    slots.write(state, new)
     return out
 
 
