@@ -9,7 +9,7 @@ import torch
 
 from hybridserve.core.cache_spec import StateSpec, StateTensor
 from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowParallelLinear, cut
-from hybridserve.layers.norm import RMSNorm
+from hybridserve.layers.norm import SegmentedRMSNorm
 
 if TYPE_CHECKING:
     from hybridserve.layers.context import BuildContext, ForwardContext
@@ -41,15 +41,12 @@ class MambaMixer:
         self.x_proj = RowParallelLinear(context, name, "x_proj", inner_size, dt_rank + 2 * state_size)
         self.dt_proj = ColumnParallelLinear(context, name, [OutputSlice("dt_proj", inner_size)], dt_rank)
         self.out_proj = RowParallelLinear(context, name, "out_proj", inner_size, hidden_size, bias=proj_bias)
-        self.norms: tuple[RMSNorm, RMSNorm, RMSNorm] | None = None
-        if norm_eps is not None:
-            self.norms = (
-                RMSNorm(context, f"{name}.dt_layernorm", dt_rank, norm_eps),
-                RMSNorm(context, f"{name}.b_layernorm", state_size, norm_eps),
-                RMSNorm(context, f"{name}.c_layernorm", state_size, norm_eps),
-            )
-        self.backend = context.ssm
         self.sizes = (dt_rank, state_size, state_size)
+        self.norm: SegmentedRMSNorm | None = None
+        if norm_eps is not None:
+            names = [f"{name}.{part}_layernorm" for part in ("dt", "b", "c")]
+            self.norm = SegmentedRMSNorm(context, names, self.sizes, norm_eps)
+        self.backend = context.ssm
         self.channels = cut(name, inner_size, context.tp)
         local = self.channels.stop - self.channels.start
         self._create_parameters(context, name, inner_size, local, state_size, conv_width, conv_bias)
@@ -64,10 +61,10 @@ class MambaMixer:
         backend, metadata = self.backend, context.ssm
         u, z = self.in_proj(x).chunk(2, -1)
         u = backend.causal_conv1d(u, self.conv_weight, self.conv_bias, conv_state, metadata)
-        dt, B, C = torch.split_with_sizes(self.x_proj(u), self.sizes, -1)
-        if self.norms is not None:
-            dt_norm, b_norm, c_norm = self.norms
-            dt, B, C = dt_norm(dt), b_norm(B), c_norm(C)
+        selection = self.x_proj(u)
+        if self.norm is not None:
+            selection = self.norm(selection)
+        dt, B, C = torch.split_with_sizes(selection, self.sizes, -1)
         y = backend.selective_scan(
             u, self.dt_proj(dt), self.A, B, C, self.D, z, self.dt_bias, ssm_state, metadata
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hybridserve.layers.context import BuildContext
 
 _MANY_ELEMENTS = 1 << 16
@@ -33,3 +36,30 @@ class RMSNorm:
 
     def _load(self, tensor: torch.Tensor) -> None:
         self.weight.copy_(tensor)
+
+
+class SegmentedRMSNorm:
+    """RMSNorm of each of the segments that make up the last axis, all at once: [T, total] -> [T, total].
+
+    A decode step is bound by the number of calls, and a Mamba mixer of Jamba has three such norms.
+    """
+
+    def __init__(self, context: BuildContext, names: Sequence[str], sizes: Sequence[int], eps: float) -> None:
+        self.eps = eps
+        self.weight = context.allocate(sum(sizes))
+        ones = [torch.ones(size, 1, device=context.device) for size in sizes]
+        self.mean = torch.block_diag(*(column / len(column) for column in ones))  # [total, segments]
+        self.spread = torch.block_diag(*ones).t().contiguous()  # [segments, total]
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            load = partial(self._load, slice(start, start + size))
+            context.weights.expect(f"{name}.weight", (size,), load)
+            start += size
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.mm(wide.square(), self.mean).add_(self.eps).rsqrt_()
+        return torch.mm(scale, self.spread).mul_(wide).mul_(self.weight).to(x.dtype)
+
+    def _load(self, segment: slice, tensor: torch.Tensor) -> None:
+        self.weight[segment].copy_(tensor)

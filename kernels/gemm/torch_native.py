@@ -5,9 +5,9 @@ Two things need care on a CPU, both measured on two cores with AVX2:
 - With few rows, torch reads a float32 weight at a third of the memory's speed if it multiplies x by the
   weight's transpose, and at nearly all of it if it multiplies the weight by x's transpose.
 - Without half-precision instructions a half-precision weight is multiplied element by element. That is right
-  for a row or three (the weight is read once, as it is) and up to 10 times slower than float32 for more. Those
-  are multiplied in float32, a slice of the weight at a time: products of two half-precision numbers are exact
-  in float32, and the weight is never held twice.
+  for a row or three (the weight is read once, as it is) and up to 10 times slower than float32 for more.
+  Those are multiplied in float32, a slice of the weight at a time: products of two half-precision numbers are
+  exact in float32, and the weight is never held twice.
 """
 
 from __future__ import annotations

@@ -33,23 +33,31 @@ class TorchNative(MoEBackend):
         down: torch.Tensor,
     ) -> torch.Tensor:
         num_tokens, top_k = ids.shape
-        outputs = torch.empty(num_tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
         if num_tokens == 1:
-            for k, expert in enumerate(ids[0].tolist()):
-                outputs[k] = _expert(x, gate_up[expert], down[expert])[0]
-        else:
-            flat_ids = ids.flatten()
-            order = flat_ids.argsort(stable=True)
-            grouped = x.index_select(0, order // top_k)
-            counts = torch.bincount(flat_ids, minlength=gate_up.shape[0]).tolist()
-            start = 0
-            for expert, count in enumerate(counts):
-                if count:
-                    rows = slice(start, start + count)
-                    outputs[order[rows]] = _expert(grouped[rows], gate_up[expert], down[expert]).float()
-                    start += count
+            return _one_token(x, weights, ids, gate_up, down)
+        outputs = torch.empty(num_tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        flat_ids = ids.flatten()
+        order = flat_ids.argsort(stable=True)
+        grouped = x.index_select(0, order // top_k)
+        counts = torch.bincount(flat_ids, minlength=gate_up.shape[0]).tolist()
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(start, start + count)
+                outputs[order[rows]] = _expert(grouped[rows], gate_up[expert], down[expert]).float()
+                start += count
         outputs = outputs.view(num_tokens, top_k, x.shape[1])
         return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)
+
+
+def _one_token(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The same for a single token: nothing to group, and few calls."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert, weight in zip(ids[0].tolist(), weights[0].tolist(), strict=True):
+        total.add_(_expert(x, gate_up[expert], down[expert]), alpha=weight)
+    return total.to(x.dtype)
 
 
 def _expert(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -66,10 +66,8 @@ class Slots:
 
         What a fresh sequence's slot holds is overwritten, never multiplied by zero: it can't leak.
         """
-        if self.only is not None:
-            values = state.narrow(0, self.only, 1)
-        else:
-            values = state.index_select(0, self.index)
+        only = self.only
+        values = state.index_select(0, self.index) if only is None else state.narrow(0, only, 1)
         if self.fresh is not None:
             values.index_fill_(0, self.fresh, 0.0)
         return values

@@ -25,6 +25,9 @@ _BLOCK_ELEMENTS = 1 << 18
 _SEGMENT_ELEMENTS = 1 << 18
 """The same for inputs [tokens, C]: so little is recycled, and fresh pages cost more than the arithmetic."""
 
+_FEW_ELEMENTS = 1 << 13
+"""Up to here the number of calls is what costs, not the arithmetic."""
+
 _LOG2_E = math.log2(math.e)
 """For exp(x) as exp2(x log2(e)): torch's exp2 takes little more than half the time of its exp."""
 
@@ -249,5 +252,7 @@ def _time_blocks(widths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def _sum_last(x: torch.Tensor) -> torch.Tensor:
-    """x [n, C, k] -> [n, C]: a product with ones, as a reduction over so few elements is slow."""
+    """x [n, C, k] -> [n, C]: of many, by a product with ones, as a reduction over so few elements is slow."""
+    if x.numel() <= _FEW_ELEMENTS:
+        return x.sum(2)
     return torch.mv(x.view(-1, x.shape[2]), x.new_ones(x.shape[2])).view(x.shape[:2])
