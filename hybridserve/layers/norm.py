@@ -47,9 +47,10 @@ class SegmentedRMSNorm:
     def __init__(self, context: BuildContext, names: Sequence[str], sizes: Sequence[int], eps: float) -> None:
         self.eps = eps
         self.weight = context.allocate(sum(sizes))
-        ones = [torch.ones(size, 1, device=context.device) for size in sizes]
-        self.mean = torch.block_diag(*(column / len(column) for column in ones))  # [total, segments]
-        self.spread = torch.block_diag(*ones).t().contiguous()  # [segments, total]
+        segment = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        member = torch.nn.functional.one_hot(segment).float().to(context.device)  # [total, segments]
+        self.mean = member / member.sum(0)
+        self.spread = member.t().contiguous()
         start = 0
         for name, size in zip(names, sizes, strict=True):
             load = partial(self._load, slice(start, start + size))
