@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections import deque
@@ -11,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from hybridserve.config.loader import load_config
+from hybridserve.config.schema import EngineConfig
 from hybridserve.core.request import SamplingParams
-from hybridserve.engine.core import EngineCore, EngineStats
+from hybridserve.engine.core import NOT_FINITE, EngineCore, EngineStats
 from hybridserve.engine.messages import EngineRequest
 from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.models.hub import resolve_model
@@ -20,7 +22,6 @@ from hybridserve.outputs import OutputProcessor, RequestOutput
 from hybridserve.text import Tokenizer, TokenizerMissing
 
 if TYPE_CHECKING:
-    import os
     from types import TracebackType
 
 Prompt = str | Sequence[int]
@@ -30,8 +31,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate.
 
-    `model` is a directory in Hugging Face format, a hub id, or "demo"; `config` a YAML file. Every other key
-    of the configuration is an option, flat (`max_num_seqs=8`) or nested (`cache={"block_size": 32}`).
+    `model` is a directory in Hugging Face format, a hub id, or "demo"; `config` a YAML file, or an
+    `EngineConfig` that says everything. Every other key of the configuration is an option, flat
+    (`max_num_seqs=8`) or nested (`cache={"block_size": 32}`).
 
     Raises ValueError, naming the key, for a configuration that can't be served.
     """
@@ -40,10 +42,17 @@ class LLM:
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        config: str | os.PathLike[str] | None = None,
+        config: str | os.PathLike[str] | EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        self.config = load_config(None if model is None else str(model), config, options)
+        if not isinstance(model, str | os.PathLike | None):
+            raise ValueError(f"model: {type(model).__name__} is neither a directory's name nor a hub id")
+        if not isinstance(config, EngineConfig):
+            self.config = load_config(None if model is None else str(model), config, options)
+        elif model is not None or options:
+            raise ValueError("config: an EngineConfig says everything; give no model or options beside it")
+        else:
+            self.config = config
         path = resolve_model(self.config.model)
         self.plan: EnginePlan = make_plan(self.config, path)
         self.tokenizer: Tokenizer | None = None
@@ -61,6 +70,7 @@ class LLM:
         self._streams: dict[str, deque[str]] = {}
         self._finished: set[str] = set()
         self._ids = itertools.count()
+        self._closed = False
 
     def generate(
         self,
@@ -68,25 +78,24 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, given as text or as token ids; the results are in the prompts'
-        order.
+        """Generate for one prompt or many, given as text or as token ids; results are in the prompts' order.
 
-        `params` and `adapter` are one for all, or a list with one entry a prompt. `progress` shows a bar on
-        standard error; by default for more than one prompt on a terminal. ValueError, naming the field,
-        before anything runs.
+        `params`, `adapter` and `priority` are one for all, or a list with one entry a prompt. Under
+        `scheduler.policy: priority` a lower priority runs sooner. `progress` shows a bar on standard error;
+        by default for more than one prompt on a terminal. ValueError, naming the field, before anything runs.
         """
         many = _as_prompts(prompts)
-        requests = [
-            self._request(prompt, each, name)
-            for prompt, each, name in zip(
-                many,
-                _one_each("params", params, len(many)),
-                _one_each("adapter", adapter, len(many)),
-                strict=True,
-            )
-        ]
+        columns = zip(
+            many,
+            _one_each("params", params, SamplingParams, len(many)),
+            _one_each("adapter", adapter, str, len(many)),
+            _one_each("priority", priority, int, len(many)),
+            strict=True,
+        )
+        requests = [self._request(*column) for column in columns]
         if progress is None:
             progress = len(many) > 1 and sys.stderr.isatty()
         return self._run(requests, progress)
@@ -97,41 +106,49 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of {"role", "content"}, through the model's chat
-        template."""
-        if not messages:
-            raise ValueError("messages: a conversation needs at least one message")
+        template; otherwise as `generate`."""
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError("messages: must be a list of {role, content} with at least one entry")
         one = isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts = [self._text("messages").chat_ids(conversation) for conversation in conversations]
-        return self.generate(prompts, params, adapter=adapter, progress=progress)
+        return self.generate(prompts, params, adapter=adapter, priority=priority, progress=progress)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        priority: int = 0,
     ) -> Iterator[str]:
         """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the
-        request."""
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ValueError(f"n: a stream has one continuation, not {params.n}")
+        request. RuntimeError if the model's logits were not finite."""
+        request, text = self._request(prompt, params, adapter, priority)
+        if request.params.n != 1:
+            raise ValueError(f"n: a stream has one continuation, not {request.params.n}")
         self._text("prompt")
-        return self._stream(*self._request(prompt, params, adapter))
+        return self._stream(request, text)
 
     def check(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> None:
         """Raise the ValueError that `generate` would raise for this prompt, if any; nothing runs."""
-        self._request(prompt, params, adapter)
+        self._request(prompt, params, adapter, 0)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start and gauges of this moment."""
         return self._core.gauges()
 
     def close(self) -> None:
-        """Give the weights and the arena back. The object is of no use afterwards."""
-        self._core.close()
+        """Give the weights and the arena back; again, nothing happens. Requests are refused afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -169,6 +186,9 @@ class LLM:
                 self._pump()
                 while pieces:
                     yield pieces.popleft()
+            stop_reason = self._processor.take(request.request_id).outputs[0].stop_reason
+            if stop_reason == NOT_FINITE:
+                raise RuntimeError(NOT_FINITE)
         finally:
             self._drop(request.request_id)
 
@@ -195,11 +215,16 @@ class LLM:
                 self._finished.add(delta.request_id)
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None
+        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None, priority: int
     ) -> tuple[EngineRequest, str | None]:
-        params = params or SamplingParams()
-        if params.stop:
-            self._text("stop")
+        if self._closed:
+            raise RuntimeError("this LLM has been closed")
+        params = SamplingParams() if params is None else params
+        for name, value, kind in (("params", params, SamplingParams), ("adapter", adapter or "", str)):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name}: {value!r} is not {kind.__name__}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop: needs a tokenizer, and there is none ({self._tokenizer_error})")
         if isinstance(prompt, str):
             # an empty text stays empty, though the tokenizer would put special tokens around it
             text, prompt_ids = prompt, self._text("prompt").encode(prompt) if prompt else []
@@ -210,6 +235,7 @@ class LLM:
             prompt_ids=prompt_ids,
             params=params,
             adapter=adapter,
+            priority=priority,
             arrival=time.monotonic(),
         )
         self._core.check(request)
@@ -225,7 +251,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt (text, or a list of token ids) or several -> several."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(
             f"prompt: {type(prompts).__name__} is neither text, a list of token ids, nor a list of either"
         )
@@ -235,18 +261,23 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    if not isinstance(prompt, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
         raise ValueError("prompt: must be text or a list of token ids (whole numbers)")
     return list(prompt)
 
 
-def _one_each(name: str, given: Any, count: int) -> Sequence[Any]:
+def _one_each(name: str, given: Any, kind: type, count: int) -> Sequence[Any]:
     """A value for each prompt, from one for all or a list of them."""
-    if given is None or isinstance(given, SamplingParams | str):
+    if given is None or isinstance(given, kind):
         return [given] * count
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"{name}: {type(given).__name__} is neither {kind.__name__} nor a list of them")
     if len(given) != count:
         raise ValueError(f"{name}: {len(given)} given for {count} prompts")
-    return cast("Sequence[Any]", given)
+    if not all(isinstance(item, kind) or (item is None and kind is not int) for item in given):
+        raise ValueError(f"{name}: not every entry of the list is {kind.__name__}")
+    return given
 
 
 @contextlib.contextmanager

@@ -27,6 +27,9 @@ class Logprob:
     decoded_token: str | None
 
 
+PROMPT_TAIL = 4
+"""Tokens that the last character of a prompt may be spread over: one for each byte of it, at most."""
+
 Logprobs = dict[int, Logprob]
 """Token id -> log-probability, at one position: the token that stands there first, then the most likely
 ones."""
@@ -98,7 +101,7 @@ class OutputProcessor:
         continuations = [
             _Continuation(
                 CompletionOutput(index, logprobs=None if params.logprobs is None else []),
-                self._tokenizer.detokenizer() if self._tokenizer else None,
+                self._detokenizer(request.prompt_ids),
                 StopChecker(params.stop),
             )
             for index in range(params.n)
@@ -115,6 +118,14 @@ class OutputProcessor:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self._tracked[request.request_id] = _Tracked(output, continuations, params.min_tokens)
+
+    def _detokenizer(self, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        detokenizer = self._tokenizer.detokenizer()
+        for token_id in prompt_ids[-PROMPT_TAIL:]:  # a prompt of ids may end inside a character
+            detokenizer.push(token_id)
+        return detokenizer
 
     def take(self, request_id: str) -> RequestOutput:
         """Hand a request over and forget it; what the engine still says about it is ignored."""

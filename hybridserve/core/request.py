@@ -6,12 +6,13 @@ Knows token ids and counters; does not know text, tensors or memory.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_COUNT = 2**31 - 1
+MAX_LOGIT_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +20,15 @@ class SamplingParams:
     """How the tokens of a request are chosen. Raises ValueError, naming the field, for a value without sense.
 
     n: independent continuations of the prompt.
-    temperature: 0 is greedy; otherwise logits are divided by it.
+    temperature: 0 is greedy; otherwise logits are divided by it; [0, 1000].
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of tokens whose probabilities sum to at least this; (0, 1].
     min_p: drop tokens less likely than this share of the most likely one's probability; [0, 1].
     presence_penalty, frequency_penalty: subtracted from the logits of tokens already generated, once or per
         occurrence; [-2, 2].
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output; > 0.
-    logit_bias: token id -> value added to its logit.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output;
+        [0.01, 100].
+    logit_bias: token id -> value added to its logit; [-100, 100].
     max_tokens: tokens to generate at most; 0 only with prompt_logprobs, and only once (n = 1).
     min_tokens: tokens before which no end-of-sequence or stop token may be drawn (nor a text end).
     stop: strings that end the text; they are not part of it.
@@ -66,21 +68,19 @@ class SamplingParams:
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError("stop_token_ids: a token id can't be negative")
         _whole("n", self.n, 1, MAX_N)
-        _whole("top_k", self.top_k, -1)
-        _whole("max_tokens", self.max_tokens, 0)
-        _whole("min_tokens", self.min_tokens, 0)
-        _number("temperature", self.temperature, 0.0)
+        _whole("top_k", self.top_k, -1, MAX_COUNT)
+        _whole("max_tokens", self.max_tokens, 0, MAX_COUNT)
+        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        _number("temperature", self.temperature, 0.0, 1000.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos: {self.ignore_eos!r} is neither True nor False")
         if self.top_p == 0:
             raise ValueError("top_p: 0 would leave no token to draw; use temperature=0 for greedy")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty: 0 is not above 0; 1 means no penalty")
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
@@ -96,9 +96,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError("logit_bias: must map token ids to numbers")
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0)
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-                raise ValueError(f"logit_bias: {bias!r} for token {token} is not a number")
+            _whole("logit_bias", token, 0, MAX_COUNT)
+            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
     @property
     def has_penalties(self) -> bool:
@@ -114,22 +113,28 @@ def _sequence(name: str, values: object, kind: type, noun: str) -> tuple:  # typ
     return tuple(values)
 
 
-def _whole(name: str, value: object, least: int, most: int | None = None) -> None:
+def _whole(name: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: {value!r} is not a whole number")
+        raise ValueError(f"{name}: {_shown(value)} is not a whole number")
     _range(name, value, least, most)
 
 
-def _number(name: str, value: object, least: float, most: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r} is not a finite number")
+def _number(name: str, value: object, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ValueError(f"{name}: {_shown(value)} is not a number")
     _range(name, value, least, most)
 
 
-def _range(name: str, value: float, least: float, most: float | None) -> None:
-    if value < least or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name}: {value!r} is out of range ({allowed})")
+def _range(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {_shown(value)} is out of range (from {least} to {most})")
+
+
+def _shown(value: object) -> str:
+    """A value in a message; not all digits of a number that has thousands."""
+    if isinstance(value, int) and abs(value) > 10**20:
+        return "a number of more than 20 digits"
+    return repr(value)[:100]
 
 
 class RequestStatus(enum.Enum):

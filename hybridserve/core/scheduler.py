@@ -203,6 +203,32 @@ class Scheduler:
         self.counters.num_preemptions += 1
         self._queue_when_known(request)
 
+    def restart(self) -> list[str]:
+        """Go on after a step that failed or was interrupted: nobody knows what it wrote, and it can't be run
+        again (D7). All memory is taken back and every sequence computes again, as after a preemption.
+
+        Returns the ids of continuations that end: their first token was in flight. They are born again, under
+        the same ids, with that of their parent.
+        """
+        unborn = [r.id for r in self._requests.values() if r.parent_id is not None and not r.output_ids]
+        for request_id in unborn:
+            del self._requests[request_id]
+        self._finished += [name for name, request in self._requests.items() if request.block_ids]
+        self._finished += self._forks
+        self.cache = CacheManager(self.layout)
+        self._running, self._waiting = RequestQueue(), RequestQueue()
+        self._forks.clear()
+        self._in_flight.clear()
+        for request in self._requests.values():
+            if request.status is RequestStatus.RUNNING:
+                request.num_preemptions += 1
+                self.counters.num_preemptions += 1
+            request.status, request.last_step = RequestStatus.WAITING, -1
+            request.block_ids, request.state_slot = (), 0
+            request.num_computed = request.num_pending = 0
+            self._waiting.add(request)
+        return unborn
+
     # ---- planning
 
     def schedule(self) -> ScheduledStep | None:

@@ -36,6 +36,7 @@ class _Live:
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
+    num_prompt_scored: int = 0
 
 
 @dataclass(slots=True)
@@ -136,11 +137,19 @@ class EngineCore:
                 self._abort(request.id, None)
 
     def step(self) -> list[SequenceOutput]:
-        """Start as many steps as may be in flight, finish the oldest; returns what sequences gained."""
-        while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
-            pass
-        if self._in_flight:
-            self._finish_step()
+        """Start as many steps as may be in flight, finish the oldest; returns what sequences gained.
+
+        Whatever is raised on the way (by the model, or by Ctrl-C) goes on to the caller, and the engine stays
+        usable: what was in flight is dropped, and its sequences compute again.
+        """
+        try:
+            while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
+                pass
+            if self._in_flight:
+                self._finish_step()
+        except BaseException:
+            self._restart()
+            raise
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -194,11 +203,13 @@ class EngineCore:
         if result.step_id != step.step_id:
             raise RuntimeError(f"executor returned step {result.step_id}, expected {step.step_id}")
         sampled = dict(zip(built.sample_ids, result.token_ids, strict=True))
+        for request_id, scored in self._prompt_logprobs(built, result).items():
+            live = self._live[request_id]
+            live.num_prompt_scored += len(scored)
+            self._emit(live.request, prompt_logprobs=scored)
         for request_id, token_id in sampled.items():
             if token_id < 0:
                 self._abort(request_id, NOT_FINITE)
-        for request_id, scored in self._prompt_logprobs(built, result).items():
-            self._emit(self._live[request_id].request, prompt_logprobs=scored)
         logprobs = self._logprobs(built, result)
         now = time.monotonic()
         for event in self.scheduler.update(step.step_id, sampled):
@@ -213,6 +224,13 @@ class EngineCore:
         self.stats.seconds["forward"] += result.forward_seconds
         self.stats.seconds["sample"] += result.sample_seconds
         self.stats.seconds["update"] += time.perf_counter() - begin
+
+    def _restart(self) -> None:
+        self._in_flight.clear()
+        self.executor.reset()
+        for request_id in self.scheduler.restart():
+            self._live.pop(request_id, None)
+        self._builder.reset({name: live.num_prompt_scored for name, live in self._live.items()})
 
     def _abort(self, request_id: str, reason: str | None) -> None:
         for event in self.scheduler.abort(request_id, stop_reason=reason):

@@ -28,6 +28,10 @@ class Executor(ABC):
         """The result of the oldest submitted step."""
 
     @abstractmethod
+    def reset(self) -> None:
+        """Forget what was submitted and not collected."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release what the executor holds."""
 
@@ -44,6 +48,9 @@ class LocalExecutor(Executor):
 
     def collect(self) -> StepOutput:
         return self._results.pop(0)
+
+    def reset(self) -> None:
+        self._results.clear()
 
     def close(self) -> None:
         del self.worker

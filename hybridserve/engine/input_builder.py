@@ -164,6 +164,11 @@ class InputBuilder:
         self._previous_rows = {request_id: row for row, request_id in enumerate(sample_ids)}
         return BuiltStep(step_input, sample_ids, prompt_spans)
 
+    def reset(self, num_prompt_scored: Mapping[str, int]) -> None:
+        """Forget steps whose results never came. The argument: by request, prompt positions whose did."""
+        self._previous_rows = {}
+        self._num_prompt_scored = dict(num_prompt_scored)
+
     def _num_padding(self, num_tokens: int) -> int:
         return next((bucket - num_tokens for bucket in self._buckets if bucket >= num_tokens), 0)
 

@@ -92,6 +92,9 @@ class GuardedExecutor(Executor):
     def submit(self, step: StepInput) -> None:
         self._queue.append(step)
 
+    def reset(self) -> None:
+        self._queue.clear()
+
     def close(self) -> None:
         self._queue.clear()
 

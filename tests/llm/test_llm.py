@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridserve import LLM, SamplingParams
+from hybridserve import LLM, EngineConfig, SamplingParams
 from hybridserve.models.hub import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -191,6 +191,136 @@ def test_bad_input_names_its_field_and_disturbs_nobody(
         llm.generate(prompt, SamplingParams(**params))
     assert "\n" not in str(error.value)
     assert first + "".join(stream) == llm.generate(PROMPT, GREEDY)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 2**63},
+        {"max_tokens": 10**400},
+        {"temperature": 10**400},
+        {"presence_penalty": -(10**400)},
+        {"temperature": math.inf},
+        {"repetition_penalty": 1e-300},
+        {"logit_bias": {50: math.inf}},
+        {"logit_bias": {50: 10**400}},
+        {"logit_bias": {50: math.nan}},
+        {"logit_bias": {10**30: 1}},
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_numbers_have_bounds(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{next(iter(params))}: ") as error:
+        SamplingParams(**params)
+    assert len(str(error.value)) < 200
+
+
+def test_logit_bias_at_its_limit_decides(llm: LLM) -> None:
+    for temperature in (0.0, 0.1, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=4, logit_bias={50: 100})
+        assert llm.generate(PROMPT, params)[0].outputs[0].token_ids == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda llm: llm.generate("x", {"temperature": 0}), "params"),
+        (lambda llm: llm.generate(["x"], [{"temperature": 0}]), "params"),
+        (lambda llm: llm.generate("x", 5), "params"),
+        (lambda llm: llm.generate("x", (p for p in [GREEDY])), "params"),
+        (lambda llm: llm.generate("x", adapter=5), "adapter"),
+        (lambda llm: llm.generate("x", priority="high"), "priority"),
+        (lambda llm: llm.generate("x", priority=1), "priority"),
+        (lambda llm: llm.generate(b"hello"), "prompt"),
+        (lambda llm: llm.generate([b"hello"]), "prompt"),
+        (lambda llm: llm.stream("x", {"temperature": 0}), "params"),
+        (lambda llm: llm.chat({"role": "user", "content": "x"}), "messages"),
+        (lambda llm: llm.chat(5), "messages"),
+    ],
+)
+def test_wrong_types_name_their_field(llm: LLM, call: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: "):
+        call(llm)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_step_that_fails_does_not_end_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Its own requests are gone; a stream that was in the same step goes on as if nothing had happened."""
+    expected = "".join(llm.stream(PROMPT, GREEDY))
+    stream = llm.stream(PROMPT, GREEDY)
+    text = next(stream)
+    runner = llm._core.executor.worker.runner
+    plain, calls = runner.model.logits, []
+
+    def failing(hidden: Any) -> Any:
+        calls.append(hidden)
+        if len(calls) == 3:
+            raise error
+        return plain(hidden)
+
+    monkeypatch.setattr(runner.model, "logits", failing, raising=False)
+    with pytest.raises(error):
+        llm.generate(["The king", "In the year"], SamplingParams(n=2, max_tokens=8, prompt_logprobs=0))
+    assert text + "".join(stream) == expected
+    assert llm.stats()["num_running"] == llm.stats()["cache_num_blocks"] == 0
+    output = llm.generate("The king", SamplingParams(max_tokens=2, prompt_logprobs=0))[0]
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+def test_logits_that_are_not_finite_end_a_stream_with_an_error(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llm._core.executor.worker.runner.model
+    plain = model.logits
+    monkeypatch.setattr(model, "logits", lambda hidden: plain(hidden) * math.nan, raising=False)
+    with pytest.raises(RuntimeError, match="not finite"):
+        list(llm.stream(PROMPT, GREEDY))
+    completion = llm.generate(PROMPT, GREEDY)[0].outputs[0]
+    assert completion.finish_reason == "abort"
+    assert completion.stop_reason == "the model's logits were not finite"
+
+
+def test_a_closed_engine_says_so() -> None:
+    with LLM("demo", memory_bytes="8MiB") as llm:
+        llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate(PROMPT)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.stream(PROMPT)
+
+
+def test_priority_runs_sooner(llm: LLM) -> None:
+    one = LLM("demo", memory_bytes="8MiB", max_num_seqs=1, policy="priority")
+    outputs = one.generate([PROMPT] * 3, GREEDY, priority=[2, 1, 0])
+    started = [output.metrics.first_scheduled for output in outputs]
+    # nothing runs before all are queued, so the last comes first
+    assert started == sorted(started, reverse=True)
+
+
+def test_an_engine_config_says_everything() -> None:
+    config = EngineConfig(model="demo", cache={"memory_bytes": 2**23})
+    with LLM(config=config) as llm:
+        assert llm.config is config
+    with pytest.raises(ValueError, match=r"^config: "):
+        LLM("demo", config=config)
+    with pytest.raises(ValueError, match=r"^model: "):
+        LLM(config)
+
+
+def test_a_prompt_of_ids_may_end_inside_a_character(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("so 🙂")
+    for cut in range(1, 4):
+        rest = ids[-cut:]
+        bias = dict.fromkeys(rest, 100.0)
+        text = ""
+        for place, token in enumerate(rest):
+            params = SamplingParams(temperature=0, max_tokens=1, logit_bias={token: bias[token]})
+            text = llm.generate([*ids[: len(ids) - cut + place]], params)[0].outputs[0].text
+        assert "\ufffd" not in text
+        assert text == "🙂"
 
 
 def test_nothing_runs_if_one_prompt_is_bad(llm: LLM) -> None:
