@@ -91,14 +91,15 @@ def main() -> None:
     print(f"{'':4} {'engine':>9} {'peer':>9} {'ratio':>6}  share of the engine's time")
     for name in args.workloads.split(","):
         make = WORKLOADS[name]
-        runs = [run_engine(llm, make(repeat)) for repeat in range(args.repeats)]
+        runs, times = [], []
+        for repeat in range(args.repeats):  # in turn, so that both see the same weather
+            runs.append(run_engine(llm, make(repeat)))
+            if peer is not None and repeat < args.peer_repeats:
+                times.append(run_transformers(peer, make(repeat)))
         seconds = statistics.median(run[0] for run in runs)
         engine = num_scored(name, make(0)) / seconds
         phases = {phase: statistics.median(run[1][phase] for run in runs) / seconds for phase in PHASES}
-        other = None
-        if peer is not None:
-            times = [run_transformers(peer, make(repeat)) for repeat in range(args.peer_repeats)]
-            other = num_scored(name, make(0)) / statistics.median(times)
+        other = num_scored(name, make(0)) / statistics.median(times) if times else None
         shares = ", ".join(f"{phase} {share:.1%}" for phase, share in phases.items())
         compared = f"{other:9.1f} {engine / other:6.2f}" if other else f"{'-':>9} {'-':>6}"
         print(f"{name:4} {engine:9.1f} {compared}  {shares}", flush=True)
@@ -108,6 +109,7 @@ def main() -> None:
                 "engine": engine,
                 "transformers": other,
                 "phases": phases,
+                "transformers_seconds": times,
                 "seconds": [r[0] for r in runs],
             }
         )

@@ -12,20 +12,23 @@ import contextlib
 import difflib
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridserve import __version__
-from hybridserve.core.request import SamplingParams
+from hybridserve.core.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from hybridserve.config.schema import EngineConfig
+    from hybridserve.llm import LLM
     from hybridserve.outputs import Logprobs, RequestOutput
 
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130  # as a shell says of a program that SIGINT ended
 BROKEN_PIPE = 141  # and SIGPIPE
@@ -54,8 +57,13 @@ SAMPLING_OPTIONS: tuple[tuple[str, type, str], ...] = (
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its status."""
     arguments = [_with_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    if sys.stderr is None:  # it was closed, and print() would write to standard output instead
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
+    if sys.stdout is None:
+        _exit(USAGE_ERROR, "standard output is closed")
     try:
-        args = _parse(arguments)
+        with _interrupt_exits_at_once():
+            args = _parse(arguments)
         args.run(args)
         sys.stdout.flush()
     except (ValueError, OSError) as error:
@@ -63,11 +71,33 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             # What is still buffered has no reader; the interpreter must not try to write it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(BROKEN_PIPE)
-        print(f"hybridserve: {_one_line(error)}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        _exit(USAGE_ERROR, _one_line(error))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sys.exit(0)
+
+
+def _exit(status: int, reason: str) -> NoReturn:
+    print(f"hybridserve: {reason}", file=sys.stderr)
+    sys.exit(status)
+
+
+@contextlib.contextmanager
+def _interrupt_exits_at_once() -> Iterator[None]:
+    """For imports, which leave nothing to clean up: an extension module that is interrupted while it is
+    loaded makes any other error of KeyboardInterrupt, or none."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+    try:
+        before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    except ValueError:  # only the main thread may
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _with_underscores(argument: str) -> str:
@@ -235,19 +265,45 @@ def _generate(args: argparse.Namespace) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             raise ValueError(f"--{name}: is only reported for --prompts")
-    from hybridserve import LLM
-
-    with LLM(**_engine_options(args)) as llm:
+    with _load(args) as llm:
+        llm.check(args.prompt, params)
         print(llm.plan.table(), file=sys.stderr)
         if params.n > 1:
-            for completion in llm.generate(args.prompt, params)[0].outputs:
-                print(f"[{completion.index}] {completion.text}")
-            return
-        if sys.stdout.isatty():
-            print(args.prompt, end="", flush=True)
-        for piece in llm.stream(args.prompt, params):
+            _generate_several(llm, args.prompt, params)
+        else:
+            _generate_stream(llm, args.prompt, params)
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    with _interrupt_exits_at_once():
+        from hybridserve.llm import LLM
+
+        return LLM(**_engine_options(args))
+
+
+def _generate_several(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    completions = llm.generate(prompt, params)[0].outputs
+    for completion in completions:
+        print(f"[{completion.index}] {completion.text}")
+    aborted = [each for each in completions if each.finish_reason == FinishReason.ABORT]
+    if aborted:
+        sys.stdout.flush()
+        _exit(FAILED, f"[{aborted[0].index}] was aborted: {aborted[0].stop_reason}")
+
+
+def _generate_stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    shown = sys.stdout.isatty()
+    if shown:
+        print(prompt, end="", flush=True)
+    try:
+        for piece in llm.stream(prompt, params):
             print(piece, end="", flush=True)
-        print()
+            shown = True
+    except RuntimeError as error:  # the engine gave the request up
+        if shown:
+            print(flush=True)
+        _exit(FAILED, str(error))
+    print()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,19 +317,19 @@ class _Line:
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
     lines = list(_read_prompts(args.prompts, params))
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ValueError(f"--out: {args.out.parent} is not a directory")
-    if args.out is not None and args.out.is_dir():
-        raise ValueError(f"--out: {args.out} is a directory")
-    from hybridserve import LLM
-
-    with LLM(**_engine_options(args)) as llm:
-        print(llm.plan.table(), file=sys.stderr)
+    if args.out is not None:
+        folder = _without_links(args.out).parent
+        if args.out.is_dir():
+            raise ValueError(f"--out: {args.out} is a directory")
+        if not args.out.exists() and not folder.is_dir():
+            raise ValueError(f"--out: {folder} is not a directory")
+    with _load(args) as llm:
         for line in lines:
             try:
                 llm.check(line.prompt, line.params)
             except ValueError as error:
                 raise ValueError(f"{line.origin}: {error}") from None
+        print(llm.plan.table(), file=sys.stderr)
         outputs = llm.generate([line.prompt for line in lines], [line.params for line in lines])
     results = (
         json.dumps(result, ensure_ascii=False) + "\n"
@@ -282,15 +338,31 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
     )
     if args.out is None:
         sys.stdout.writelines(results)
+    else:
+        _write(args.out, results)
+
+
+def _write(path: Path, results: Iterable[str]) -> None:
+    """Whoever reads a regular file sees all results or none; a device or a pipe is written to as it is."""
+    if path.exists() and not path.is_file():
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(results)
         return
-    # Whoever reads the file sees all results or none.
-    unfinished = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+    target = _without_links(path)  # a link stays, and what it points to is replaced
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.writelines(results)
-        unfinished.replace(args.out)
+        unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _without_links(path: Path) -> Path:
+    if path.is_symlink():
+        with contextlib.suppress(FileNotFoundError):  # what a link points to need not be there yet
+            path.stat()  # links that go in a circle are an OSError
+    return Path(os.path.realpath(path))  # Path.resolve() knows no OSError for them
 
 
 def _read_prompts(path: Path, params: SamplingParams) -> Iterator[_Line]:
@@ -317,7 +389,12 @@ def _read_prompts(path: Path, params: SamplingParams) -> Iterator[_Line]:
 
 def _with_int_keys(bias: Any) -> Any:
     """JSON has no other keys than text. What is no mapping is for SamplingParams to refuse."""
-    return {int(key): value for key, value in bias.items()} if isinstance(bias, dict) else bias
+    if not isinstance(bias, dict):
+        return bias
+    try:
+        return {int(key): value for key, value in bias.items()}
+    except ValueError:
+        raise ValueError(f"logit_bias: {', '.join(map(repr, bias))}: must map token ids to numbers") from None
 
 
 def _results(line: _Line, output: RequestOutput) -> Iterator[dict[str, Any]]:
@@ -346,18 +423,22 @@ def _logprobs(position: Logprobs) -> list[dict[str, Any]]:
 
 
 def _inspect(args: argparse.Namespace) -> None:
+    has_settings = any(name.startswith("config:") for name in vars(args))
     if args.models:
+        if args.target or has_settings:
+            raise ValueError("--models: lists what any model may be; leave out MODEL_OR_YAML and settings")
         from hybridserve.models.registry import ARCHITECTURES
 
         print("\n".join(sorted(ARCHITECTURES)))
         return
-    config = _engine_config(args) if args.target else None
-    if config is None and any(name.startswith("config:") for name in vars(args)):
+    if args.target is None and has_settings:
         raise ValueError("MODEL_OR_YAML: is needed to see what a setting would do")
-    from hybridserve.engine.planner import make_plan
-    from hybridserve.models.hub import resolve_model
+    config = None if args.target is None else _engine_config(args)
+    with _interrupt_exits_at_once():
+        from hybridserve.engine.planner import make_plan
+        from hybridserve.models.hub import resolve_model
 
-    rows = list(_machine())
+        rows = list(_machine())
     if config is None:
         rows += _backends()
         print(_table(rows))
@@ -401,8 +482,9 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _plan(args: argparse.Namespace) -> None:
     config = _engine_config(args)
-    from hybridserve.engine.planner import make_plan
-    from hybridserve.models.hub import resolve_model
+    with _interrupt_exits_at_once():
+        from hybridserve.engine.planner import make_plan
+        from hybridserve.models.hub import resolve_model
 
     plan = make_plan(config, resolve_model(config.model))
     print(json.dumps(plan.to_dict(), indent=2) if args.json else plan.table())

@@ -111,12 +111,17 @@ def _flatten(
         yield _Setting(key, value, origin)
         return
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{origin}: {key}: {_show(value)} is not a set of keys")
+        raise ConfigError(f"{_place(origin, key)}: {_show(value)} is not a set of keys")
     for name, inner in value.items():
         where = origin_of(name) if origin_of else origin
         if f"{key}.{name}" not in config_keys():
             raise _unknown(f"{key}.{name}", inner, where)
         yield _Setting(f"{key}.{name}", inner, where)
+
+
+def _place(origin: str, key: str) -> str:
+    """Where a value stands and its key, which an option that is spelled out names already."""
+    return origin if origin in (key, f"--{key}", f"option {key}") else f"{origin}: {key}"
 
 
 def _validate(settings: list[_Setting]) -> EngineConfig:
@@ -136,8 +141,9 @@ def _validate(settings: list[_Setting]) -> EngineConfig:
         for problem in error.errors(include_url=False):
             key = ".".join(str(part) for part in problem["loc"][:2] if isinstance(part, str))
             key = key if key in origins else str(problem["loc"][0])
-            reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-            lines.setdefault(key, f"{origins[key]}: {key}: {_show(problem['input'])}: {reason}")
+            reason = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
+            reason = reason.replace("String should", "should")
+            lines.setdefault(key, f"{_place(origins[key], key)}: {_show(problem['input'])}: {reason}")
         raise ConfigError("\n".join(lines.values())) from None
 
 
@@ -188,7 +194,7 @@ def _from_file(path: Path) -> Iterator[_Setting]:
 def _line(path: Path, mapping: Any, name: object) -> str:
     try:
         return f"{path}:{mapping.lc.key(name)[0] + 1}"
-    except KeyError:  # a key that came by a YAML merge has no line of its own
+    except (KeyError, TypeError):  # a key that came by a YAML merge has no line of its own
         return f"{path}:{mapping.lc.line + 1}"
 
 

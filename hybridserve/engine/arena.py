@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec
@@ -22,12 +23,20 @@ class Arena:
 
     The buffer is not initialised: on a CPU its pages are committed when they are first written. Nothing reads
     a unit before it was written: attention reads up to a sequence's length, a recurrence only where
-    `has_state`.
+    `has_state`. Raises ValueError if the memory is not to be had.
     """
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.layout = layout
-        self.buffer = torch.empty(layout.num_slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
+        num_bytes = layout.num_slabs * layout.slab_bytes
+        try:
+            self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            available = psutil.virtual_memory().available
+            raise ValueError(
+                f"cache.memory_bytes: an arena of {num_bytes / 2**30:,.1f} GiB can't be allocated; "
+                f"{available / 2**30:,.1f} GiB are available"
+            ) from None
         self.blocks = self._units(layout.blocks_per_slab, layout.block_stride)
         self.slots = self._units(layout.slots_per_slab, layout.slot_stride)
         self.views = [self._view(index) for index in range(len(layout.specs))]

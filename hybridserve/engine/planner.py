@@ -6,6 +6,7 @@ Knows shapes, bytes and backends; knows no request.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import psutil
 import torch
 
-from hybridserve.core.cache_spec import CacheLayout
+from hybridserve.core.cache_spec import MIN_SLABS, CacheLayout
 from hybridserve.distributed.tp import TPGroup
 from hybridserve.kernels.registry import Capabilities, select
 from hybridserve.layers.context import BuildContext
@@ -22,7 +23,7 @@ from hybridserve.models.registry import build_model
 from hybridserve.quant.unquantized import UnquantizedFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.kernels.attention.interface import AttentionBackend
@@ -34,6 +35,8 @@ OPERATORS = ("attention", "ssm", "gemm", "moe")
 
 UNLIMITED_MODEL_LEN = 1 << 20
 """`max_model_len` of a model that sets no limit of its own (pure state models)."""
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,25 +252,72 @@ def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> 
     def layout(arena_bytes: int) -> CacheLayout:
         return CacheLayout.build(context.cache_specs, cache.block_size, arena_bytes)
 
+    def longest(arena_bytes: int) -> float:
+        """Tokens of one sequence that an arena of this size holds."""
+        try:
+            tokens = layout(arena_bytes).max_tokens_one_sequence()
+        except ValueError:  # not even two slabs
+            return 0
+        return math.inf if tokens is None else tokens
+
+    layout(1 << 62)  # raises for what more memory would not help
+    total = total_memory()
     if cache.memory_bytes is not None:
-        planned = layout(cache.memory_bytes)
-        source = f"cache.memory_bytes: {_size(cache.memory_bytes)}"
+        budget = cache.memory_bytes
+        source = f"cache.memory_bytes: {_size(budget)}"
+        if budget > total:
+            raise ValueError(f"{source} is more than the {_size(total)} of memory that this machine has")
     else:
         free = max(available_memory() - context.weights.num_bytes, 0)
         budget = int(cache.memory_fraction * free)
-        planned = layout(budget)
-        wanted = 1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs)
+        source = f"cache.memory_fraction: {cache.memory_fraction} of {_size(free)} free memory"
+    if (fits := longest(budget)) < max_model_len:
+        needed = _smallest_size(lambda arena_bytes: longest(arena_bytes) >= max_model_len)
+        if not fits:
+            raise ValueError(
+                f"{source} is too small an arena for a sequence of max_model_len ({max_model_len:,}) "
+                f"or any other: give the cache {needed}"
+            )
+        raise ValueError(
+            f"{source} holds one sequence of {fits:,} tokens at most, not of max_model_len "
+            f"({max_model_len:,}): set max_model_len to {fits} or less, or give the cache {needed}"
+        )
+    planned = layout(budget)
+    if cache.memory_bytes is None:
+        # fewer slabs than MIN_SLABS would be cut anew, perhaps too small
+        wanted = max(1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs), MIN_SLABS)
         if wanted < planned.num_slabs:
             planned = layout(wanted * planned.slab_bytes)
-        source = f"cache.memory_fraction: {cache.memory_fraction} of {_size(free)} free memory"
-    longest = planned.max_tokens_one_sequence()
-    if longest is not None and longest < max_model_len:
-        needed = (1 + planned.slabs_for(max_model_len)) * planned.slab_bytes
-        raise ValueError(
-            f"{source} holds one sequence of {longest:,} tokens at most, not of max_model_len "
-            f"({max_model_len:,}): set max_model_len to {longest} or less, or give the cache {_size(needed)}"
-        )
     return planned
+
+
+def _smallest_size(is_enough: Callable[[int], bool]) -> str:
+    """About the least number of bytes that is enough, as text that reads back as a number that is."""
+    enough = 1
+    while not is_enough(enough):
+        enough *= 2
+    too_few = enough // 2
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        if is_enough(middle):
+            enough = middle
+        else:
+            too_few = middle
+    unit, num_bytes = next(
+        (unit, num_bytes) for unit, num_bytes in reversed(_UNITS.items()) if num_bytes <= enough
+    )
+    tenths = math.ceil(enough * 10 / num_bytes)
+    while not is_enough(int(tenths / 10 * num_bytes)):  # a larger arena is cut into other slabs
+        tenths += 1
+    return f"{tenths / 10:.1f} {unit}"
+
+
+def total_memory() -> int:
+    """Bytes that this process could take at most: the machine's, or its control group's limit."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def available_memory() -> int:
@@ -284,11 +334,10 @@ def available_memory() -> int:
 
 
 def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    unit, scale = next((unit, scale) for unit, scale in reversed(_UNITS.items()) if scale <= num_bytes)
+    return f"{num_bytes / scale:.1f} {unit}"
 
 
 def _count(number: float) -> str:

@@ -72,7 +72,10 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """The tokens that end a sequence: generation_config.json's, else config.json's, else none."""
+    """The tokens that end a sequence: generation_config.json's, else config.json's, else none.
+
+    Raises ValueError, naming file and field, for what is no token of the model.
+    """
     for name in ("generation_config.json", "config.json"):
         file = path / name
         value = read_json(file).get("eos_token_id") if file.is_file() else None
@@ -81,5 +84,18 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
         ids = value if isinstance(value, list) else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
             raise ValueError(f"{file}: eos_token_id: {value!r} is neither a token id nor a list of them")
+        vocab_size = _vocab_size(path)
+        for token in ids:
+            if token < 0:
+                raise ValueError(f"{file}: eos_token_id: {token} is negative")
+            if vocab_size is not None and token >= vocab_size:
+                raise ValueError(f"{file}: eos_token_id: {token} is not below vocab_size ({vocab_size})")
         return tuple(ids)
     return ()
+
+
+def _vocab_size(path: Path) -> int | None:
+    """As config.json says, if it does: that the value makes sense is for the family to check."""
+    file = path / "config.json"
+    value = read_json(file).get("vocab_size") if file.is_file() else None
+    return value if isinstance(value, int) else None

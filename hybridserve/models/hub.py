@@ -5,6 +5,7 @@ Only a hub id may touch the network, and only through huggingface_hub (extra `hu
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def resolve_model(name: str) -> Path:
     """The directory that holds a model. Raises ValueError, saying what to do, if there is none."""
     if name == DEMO:
         return Path(__file__).parent / "demo"
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser() raises for a user that isn't there
     if name and path.is_dir():
         return path
     if path.is_file():

@@ -231,6 +231,40 @@ def test_merged_keys_and_yaml_1_2(tmp_path):
     assert (config.model, config.cache.memory_fraction, config.cache.block_size) == ("no", 0.1, 16)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scheduler: {<<: {max_num_seqs: 7}}\n",
+        "scheduler:\n  <<: {max_num_seqs: 7}\n  policy: fcfs\n",
+        "<<: {scheduler: {max_num_seqs: 7}}\n",
+    ],
+)
+def test_merged_mappings(tmp_path, text):
+    assert load_config(file=write(tmp_path, "model: demo\n" + text)).scheduler.max_num_seqs == 7
+
+
+def test_a_mistake_in_a_merged_mapping_has_a_place(tmp_path):
+    path = write(tmp_path, "model: demo\nscheduler: {<<: {max_num_seqs: x}}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file=path)
+    assert str(error.value) == f"{path}:2: scheduler.max_num_seqs: 'x': should be a valid integer"
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "message"),
+    [
+        ("", {}, "model: '': should have at least 1 character"),
+        ("demo", {"cache.block_size": TextValue("x")}, "--cache.block_size: 'x': should be a valid integer"),
+        ("demo", {"dtype": TextValue("x")}, "--dtype: 'x': should be 'auto', *"),
+        ("demo", {"cache": 3}, "option cache: 3 is not a set of keys"),
+    ],
+)
+def test_a_key_is_named_once(model, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(model, overrides=overrides)
+    assert str(error.value).startswith(message.rstrip("*"))
+
+
 def test_needs_no_torch_and_reads_no_yaml_without_a_file():
     code = (
         "import sys; from hybridserve.config.loader import load_config; load_config('demo');"

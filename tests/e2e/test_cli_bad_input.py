@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +22,14 @@ DEMO = Path(hybridserve.__file__).parent / "models" / "demo"
 def fails(capsys):
     """Runs a command that must fail; returns the line that it says."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, has_started: bool = False) -> str:
         with pytest.raises(SystemExit) as status:
             main([str(argument) for argument in arguments])
         shown = capsys.readouterr()
         assert status.value.code == 2
         assert shown.out == ""
-        *plan, line = shown.err.rstrip("\n").split("\n")
-        assert not any("Traceback" in text for text in plan)
+        *plan, line = shown.err.splitlines()
+        assert bool(plan) == has_started
         assert line.startswith("hybridserve")
         return line
 
@@ -57,7 +61,7 @@ def change_config(model: Path, **values: object) -> None:
         (["generate", "demo", "--prompt", "x", "--n", "x"], "argument --n: invalid int value: 'x'"),
         (["generate", "demo", "--prompt", "x", "--n", "0"], "n: 0 is out of range"),
         (["generate", "demo", "--prompt", "x", "--temperature", "-1"], "temperature: -1.0 is out of range"),
-        (["generate", "demo", "--prompt", "x", "--temperature", "nan"], "temperature: nan is not a finite"),
+        (["generate", "demo", "--prompt", "x", "--temperature", "nan"], "temperature: nan is not a number"),
         (["generate", "demo", "--prompt", "x", "--max-tokens", "0"], "max_tokens: 0 asks for nothing"),
         (["generate", "demo", "--prompt", "x", "--stop", ""], "stop: an empty string"),
         (["generate", "demo", "--prompt", "x", "--logprobs", "1"], "--logprobs: is only reported for"),
@@ -66,7 +70,14 @@ def change_config(model: Path, **values: object) -> None:
         (["generate", "none.yaml", "--prompt", "x"], "none.yaml: cannot be read: No such file or directory"),
         (["generate", "./none", "--prompt", "x"], "model: './none': no such directory"),
         (["plan", "demo", "--dtype", "int8"], "dtype: 'int8': should be 'auto', 'float32'"),
+        (["plan", "demo", "--dtype", "int8"], "hybridserve: --dtype: 'int8': "),
+        (["plan", "demo", "--cache.dtype", "int8"], "hybridserve: --cache.dtype: 'int8': "),
+        (["generate", "", "--prompt", "x"], "hybridserve: model: '': should have at least 1 character"),
         (["inspect", "--block_size", "8"], "MODEL_OR_YAML: is needed"),
+        (["inspect", "nodir", "--models"], "--models: lists what any model may be"),
+        (["inspect", "--models", "--block_size", "8"], "--models: lists what any model may be"),
+        (["inspect", ""], "hybridserve: model: '': "),
+        (["plan", "~no-such-user/x"], "model: '~no-such-user/x': no such directory"),
     ],
 )  # fmt: skip
 def test_arguments(fails, arguments, message):
@@ -87,6 +98,31 @@ def test_arena_too_small_for_one_sequence(fails):
     said = fails("generate", "demo", "--prompt", "x", "--memory_bytes", "1MiB")
     assert "max_model_len" in said
     assert "MiB" in said
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("memory", ["1", "200KiB", "500KiB", "1000000", "1MiB", "2MiB"])
+def test_advice_on_a_small_arena_is_right(fails, capsys, block_size, memory):
+    command = ["plan", "demo", "--block_size", block_size]
+    said = fails(*command, "--memory_bytes", memory)
+    needed = said.rpartition("give the cache ")[2]
+    length = re.search(r"set max_model_len to (\S+) or less", said)
+    tried = [["--memory_bytes", needed]]
+    assert (length is None) == ("is too small an arena" in said)
+    if length is not None:
+        tried.append(["--memory_bytes", memory, "--max_model_len", length[1]])
+    for options in tried:
+        with pytest.raises(SystemExit) as status:
+            main([str(argument) for argument in [*command, *options]])
+        assert status.value.code == 0, capsys.readouterr().err
+    capsys.readouterr()
+    number, unit = needed.split()
+    fails(*command, "--memory_bytes", f"{float(number) - 0.2:.1f} {unit}")
+
+
+def test_arena_larger_than_the_machine(fails):
+    said = fails("plan", "demo", "--memory_bytes", "100TiB")
+    assert "cache.memory_bytes: 100.0 TiB is more than the " in said
 
 
 def test_unsupported_architecture_lists_the_supported(fails, model):
@@ -124,7 +160,7 @@ def test_no_tokenizer_and_a_text(fails, model):
         ('{"prompt": "x", "adapter": "a"}', "adapter: unknown"),
         ('{"prompt": "x", "temperature": NaN}', "temperature: nan"),
         ('{"prompt": "x", "stop": [""]}', "stop: an empty string"),
-        ('{"prompt": "x", "logit_bias": {"a": 1}}', "invalid literal for int"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias: 'a': must map token ids to numbers"),
     ],
 )
 def test_line_of_a_file_is_named(fails, tmp_path, line, message):
@@ -165,5 +201,28 @@ def test_results_that_cannot_be_written_leave_nothing_behind(fails, tmp_path, mo
 
     monkeypatch.setattr(Path, "replace", refuse)
     out = tmp_path / "out.jsonl"
-    assert f"{out}: No space left" in fails("generate", "demo", "--prompts", path, "--out", out)
+    assert f"{out}: No space left" in fails(
+        "generate", "demo", "--prompts", path, "--out", out, has_started=True
+    )
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_in_a_circle(fails, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    said = fails("generate", "demo", "--prompts", path, "--out", tmp_path / "a")
+    assert f"{tmp_path / 'a'}: Too many levels of symbolic links" in said
+
+
+@pytest.mark.parametrize("arguments", [["plan", "demo"], ["generate", "demo", "--prompt", "x"]])
+def test_closed_standard_output(arguments):
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hybridserve", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(hybridserve.__file__).parents[1])},
+    )
+    assert (done.returncode, done.stderr) == (2, "hybridserve: standard output is closed\n")

@@ -112,6 +112,69 @@ def test_generate_a_file(run, tmp_path):
     assert run(*arguments)[0] == out.read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["pipe", "link"])
+def test_results_to_a_pipe(run, tmp_path, name):
+    prompts, pipe, link = tmp_path / "prompts.jsonl", tmp_path / "pipe", tmp_path / "link"
+    prompts.write_text('{"prompt": "x", "max_tokens": 2}\n')
+    os.mkfifo(pipe)
+    link.symlink_to("pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    run("generate", "demo", "--prompts", prompts, "--out", tmp_path / name)
+    assert len(json.loads(os.read(reader, 1 << 16))["token_ids"]) == 2
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_results_through_a_link(run, tmp_path, there):
+    prompts, link, folder = tmp_path / "prompts.jsonl", tmp_path / "link", tmp_path / "folder"
+    prompts.write_text('{"prompt": "x", "max_tokens": 2}\n')
+    folder.mkdir()
+    if there:
+        (folder / "out").write_text("old")
+    link.symlink_to("folder/out")
+    run("generate", "demo", "--prompts", prompts, "--out", link)
+    assert link.is_symlink()
+    assert [path.name for path in folder.iterdir()] == ["out"]
+    assert len(json.loads((folder / "out").read_text())["token_ids"]) == 2
+
+
+@pytest.fixture
+def aborting(monkeypatch):
+    """An LLM that gives up every request after some text."""
+    from hybridserve.llm import LLM
+    from hybridserve.outputs import CompletionOutput, RequestOutput
+
+    def stream(llm, prompt, params):
+        yield from [" some"] * (params.max_tokens - 1)
+        raise RuntimeError("the logits are not finite")
+
+    def generate(llm, prompt, params):
+        good = CompletionOutput(0, text=" fine", finish_reason="length")
+        bad = CompletionOutput(1, finish_reason="abort", stop_reason="the logits are not finite")
+        return [RequestOutput("0", prompt, [1], None, [good, bad])]
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    monkeypatch.setattr(LLM, "generate", generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "output", "reason"),
+    [
+        (["--max-tokens", "1"], "", "the logits are not finite"),
+        (["--max-tokens", "2"], " some\n", "the logits are not finite"),
+        (["--n", "2"], "[0]  fine\n[1] \n", "[1] was aborted: the logits are not finite"),
+    ],
+)
+def test_an_aborted_request_is_a_failure(aborting, capsys, options, output, reason):
+    with pytest.raises(SystemExit) as status:
+        main(["generate", "demo", "--prompt", "x", *options])
+    shown = capsys.readouterr()
+    assert (status.value.code, shown.out) == (1, output)
+    assert shown.err.splitlines()[-1] == f"hybridserve: {reason}"
+
+
 def test_generate_a_file_without_a_tokenizer(run, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(Path(hybridserve.__file__).parent / "models" / "demo", model)
@@ -155,6 +218,33 @@ def test_interrupt_is_quiet():
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("module", ["hybridserve.config.loader", "torch", "hybridserve.engine.planner"])
+@pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["inspect"], ["plan", "demo"]])
+def test_interrupt_while_modules_are_imported_is_quiet(command, module):
+    """As extension modules do: the interrupt is turned into another error."""
+    code = f"""
+import os, signal, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            except KeyboardInterrupt:
+                raise AttributeError("half imported")
+sys.meta_path.insert(0, Finder)
+from hybridserve.cli import main
+main({command})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_a_closed_pipe_is_quiet():

@@ -98,3 +98,10 @@ def test_f073_offsets_beyond_32_bits(num_elements: int) -> None:
     arena.copy_slots(torch.tensor([highest]), torch.tensor([highest - layout.slots_per_slab]))
     assert (arena.views[0][1][highest - layout.slots_per_slab] == 5).all()
     assert torch.equal(arena.slots[:4], before)
+
+
+def test_memory_that_is_not_to_be_had() -> None:
+    with pytest.raises(
+        ValueError, match=r"cache.memory_bytes: an arena of .* can't be allocated; .* available"
+    ):
+        Arena(CacheLayout.build([KV], 16, 1 << 60), CPU)

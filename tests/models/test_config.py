@@ -162,6 +162,18 @@ def test_eos_token_id_that_is_none(tmp_path: Path) -> None:
         eos_token_ids(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(-1, "-1 is negative"), ([2, 100], r"100 is not below vocab_size \(100\)")],
+)
+def test_eos_token_id_that_the_vocabulary_has_not(tmp_path: Path, name, value, message) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    (tmp_path / name).write_text(json.dumps({"vocab_size": 100, "eos_token_id": value}))
+    with pytest.raises(ValueError, match=f"{name}: eos_token_id: {message}"):
+        eos_token_ids(tmp_path)
+
+
 def test_checkpoint_dtype() -> None:
     assert checkpoint_dtype({"dtype": "bfloat16"}) == "bfloat16"
     assert checkpoint_dtype({"torch_dtype": "float16"}) == "float16"
