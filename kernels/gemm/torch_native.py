@@ -12,10 +12,15 @@ Two things need care on a CPU, both measured on two cores with AVX2:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from hybridserve.kernels.gemm.interface import GemmBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _FEW_ROWS_HALF = 3
 """Up to here reading a half-precision weight as it is beats widening it."""
@@ -42,44 +47,59 @@ class TorchNative(GemmBackend):
 
 def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [M, in] times weight [out, in]: [M, out], in x's dtype or, not yet rounded to it, in float32."""
-    if x.device.type == "cpu":
-        num_rows = x.shape[0]
-        if weight.dtype == torch.float32:
-            if 0 < num_rows <= _FEW_ROWS_FLOAT and weight.numel() >= _SMALL_WEIGHT:
-                return _weight_first(x, weight)
-        elif num_rows > _FEW_ROWS_HALF and not _has_instructions(weight.dtype):
-            return _widened(x, weight)
+    if _weight_goes_first(x.shape[0], weight):
+        return _weight_first(x.float(), weight)
+    if x.shape[0] > _FEW_ROWS_HALF and _lacks_instructions(weight):
+        return _widened(x, weight)
     return F.linear(x, weight)
 
 
-def _has_instructions(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+def _weight_goes_first(num_rows: int, weight: torch.Tensor) -> bool:
+    if not 0 < num_rows <= _FEW_ROWS_FLOAT:
+        return False
+    if weight.dtype == torch.float32:
+        return weight.device.type == "cpu" and weight.numel() >= _SMALL_WEIGHT
+    return num_rows > _FEW_ROWS_HALF and _lacks_instructions(weight)
 
 
 def _weight_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, in] and weight [out, in], both float32 -> [M, out]."""
-    if x.shape[0] > 1:
+    """x [M, in] in float32 times weight [out, in] of any dtype: [M, out] in float32.
+
+    x stays where it is and is read as its transpose: a real transpose would be slower again.
+    """
+    if weight.dtype == torch.float32:
+        if len(x) == 1:  # a product with one column takes another, slower path
+            return torch.mm(weight, torch.cat([x, x]).t())[:, :1].t().contiguous()
         return torch.mm(weight, x.t()).t().contiguous()
-    # a product with one column takes another, slower path
-    return torch.mm(weight, torch.cat([x, x]).t())[:, 0].unsqueeze(0).contiguous()
+    y = x.new_empty(weight.shape[0], len(x))
+    for part, wide in _widened_slices(weight):
+        torch.mm(wide, x.t(), out=y[part])
+    return y.t().contiguous()
+
+
+def _lacks_instructions(weight: torch.Tensor) -> bool:
+    """Whether torch would multiply this half-precision weight element by element."""
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.bfloat16:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def _widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [M, in] of any dtype times a half-precision weight [out, in]; [M, out] float32, not rounded."""
-    num_outputs, num_inputs = weight.shape
-    num_rows = x.shape[0]
     x = x.float()
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    for part, wide in _widened_slices(weight):
+        torch.mm(x, wide.t(), out=y[:, part])
+    return y
+
+
+def _widened_slices(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows of a half-precision weight in float32, slice after slice; each is valid until the next."""
+    num_outputs, num_inputs = weight.shape
     step = max(1, _SLICE_ELEMENTS // num_inputs)
-    buffer = x.new_empty(min(step, num_outputs), num_inputs)
-    weight_first = num_rows <= _FEW_ROWS_FLOAT
-    y = x.new_empty(num_outputs, num_rows) if weight_first else x.new_empty(num_rows, num_outputs)
+    buffer = torch.empty(min(step, num_outputs), num_inputs, device=weight.device)
     for start in range(0, num_outputs, step):
-        part = weight[start : start + step]
-        wide = buffer[: part.shape[0]].copy_(part)
-        if weight_first:
-            torch.mm(wide, x.t(), out=y[start : start + step])
-        else:
-            torch.mm(x, wide.t(), out=y[:, start : start + step])
-    return y.t().contiguous() if weight_first else y
+        rows = weight[start : start + step]
+        yield slice(start, start + len(rows)), buffer[: len(rows)].copy_(rows)

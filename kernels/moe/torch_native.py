@@ -35,17 +35,18 @@ class TorchNative(MoEBackend):
         num_tokens, top_k = ids.shape
         if num_tokens == 1:
             return _one_token(x, weights, ids, gate_up, down)
-        outputs = torch.empty(num_tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+        if num_tokens == 0:
+            return torch.empty_like(x)
         flat_ids = ids.flatten()
         order = flat_ids.argsort(stable=True)
         grouped = x.index_select(0, order // top_k)
-        counts = torch.bincount(flat_ids, minlength=gate_up.shape[0]).tolist()
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                rows = slice(start, start + count)
-                outputs[order[rows]] = _expert(grouped[rows], gate_up[expert], down[expert]).float()
-                start += count
+        counts = torch.bincount(flat_ids, minlength=len(gate_up)).tolist()
+        hit = [(expert, count) for expert, count in enumerate(counts) if count]
+        rows = torch.split_with_sizes(grouped, [count for _, count in hit])
+        parts = [_expert(part, gate_up[e], down[e]) for part, (e, _) in zip(rows, hit, strict=True)]
+        results = torch.cat([part.float() for part in parts])
+        outputs = torch.empty_like(results, memory_format=torch.contiguous_format)
+        outputs.index_copy_(0, order, results)
         outputs = outputs.view(num_tokens, top_k, x.shape[1])
         return torch.bmm(weights.unsqueeze(1), outputs).squeeze(1).to(x.dtype)
 
