@@ -6,19 +6,18 @@ Knows shapes and backends; `benchmarks/kernels.py` runs it and prints the report
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from timing import microseconds
 
 from hybridserve.kernels.attention import BACKENDS
 from hybridserve.kernels.attention.interface import AttentionMetadata
 from hybridserve.kernels.attention.reference import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from hybridserve.kernels.attention.interface import AttentionBackend
 
@@ -85,17 +84,6 @@ def check(backend: AttentionBackend) -> None:
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
-def _microseconds(call: Callable[[], object], seconds: float) -> float:
-    call()
-    taken: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(taken) < 5 or time.perf_counter() < stop:
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return round(statistics.median(taken) * 1e6, 1)
-
-
 @torch.inference_mode()
 def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
     """One record a backend, model and batch. The reference is a definition: its speed is of no interest."""
@@ -108,8 +96,8 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
             batch = Batch(heads, lengths, getattr(torch, dtype))
             prepared = backend.prepare(batch.metadata)
             batch.run(backend, prepared)
-            forward = _microseconds(partial(batch.run, backend, prepared), seconds)
-            first = _microseconds(partial(batch.run_first, backend), seconds)
+            forward = microseconds(partial(batch.run, backend, prepared), seconds)
+            first = microseconds(partial(batch.run_first, backend), seconds)
             yield {
                 "backend": backend.name,
                 "model": model,
