@@ -6,6 +6,7 @@ Each has a definition of its own, one token at a time, that the engine is held a
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +49,9 @@ class Sibling(CausalLM):
     def fresh(self) -> list[torch.Tensor]:
         return [torch.zeros(tensor.shape) for tensor in self.tensors]
 
+    @abstractmethod
     def advance(self, x: torch.Tensor, state: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The definition: one token [WIDTH] and the state before -> what comes out, and the state after."""
-        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ self.embedding.T
