@@ -15,6 +15,7 @@ from timing import microseconds
 from hybridserve.kernels.attention import BACKENDS
 from hybridserve.kernels.attention.interface import AttentionMetadata
 from hybridserve.kernels.attention.reference import Reference
+from hybridserve.kernels.registry import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,6 +90,9 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
     """One record a backend, model and batch. The reference is a definition: its speed is of no interest."""
     for candidate in BACKENDS:
         if candidate is Reference:
+            continue
+        if reason := candidate.why_not(Capabilities("cpu", dtype)):
+            yield {"backend": candidate.name, "skipped": reason}
             continue
         backend = candidate()
         check(backend)

@@ -14,6 +14,7 @@ from timing import microseconds
 
 from hybridserve.kernels.gemm import BACKENDS
 from hybridserve.kernels.gemm.reference import Reference
+from hybridserve.kernels.registry import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hybridserve.kernels.gemm.interface import GemmBackend
 
 LAYERS = 8
-ROWS = (1, 2, 4, 16, 256, 2048)
+ROWS = (1, 2, 4, 16, 64, 256, 2048)
 
 SHAPES = {
     "jamba-100m": {
@@ -54,7 +55,7 @@ def measure(dtype: str, seconds: float = 0.2) -> Iterator[dict[str, Any]]:
     """One record a backend, projection and number of rows; the reference's speed is of no interest."""
     torch_dtype = getattr(torch, dtype)
     for candidate in BACKENDS:
-        if candidate is Reference:
+        if candidate is Reference or candidate.why_not(Capabilities("cpu", dtype)) is not None:
             continue
         backend = candidate()
         check(backend, torch_dtype)

@@ -14,6 +14,7 @@ from timing import microseconds
 
 from hybridserve.kernels.moe import BACKENDS
 from hybridserve.kernels.moe.reference import Reference
+from hybridserve.kernels.registry import Capabilities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +61,7 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
     torch_dtype = getattr(torch, dtype)
     torch.manual_seed(0)
     for candidate in BACKENDS:
-        if candidate is Reference:
+        if candidate is Reference or candidate.why_not(Capabilities("cpu", dtype)) is not None:
             continue
         backend = candidate()
         check(backend)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from timing import microseconds
 
+from hybridserve.kernels.registry import Capabilities
 from hybridserve.kernels.ssm import BACKENDS
 from hybridserve.kernels.ssm.interface import SSMMetadata
 from hybridserve.kernels.ssm.reference import Reference
@@ -90,6 +91,9 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
     """One record a backend, model and batch; the reference is the definition: its speed is of no interest."""
     for candidate in BACKENDS:
         if candidate is Reference:
+            continue
+        if reason := candidate.why_not(Capabilities("cpu", dtype)):
+            yield {"backend": candidate.name, "skipped": reason}
             continue
         backend = candidate()
         check(backend)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = (
+    False  # typing.TYPE_CHECKING to a type checker; the command line starts here, so import little
+)
 if TYPE_CHECKING:
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.request import SamplingParams
@@ -23,6 +23,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'hybridserve' has no attribute {name!r}")
+    import importlib
+
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -1,27 +1,27 @@
 """The command line: generate, inspect, plan.
 
-Knows arguments, files and terminals; what a command does is done by the modules that it imports when it runs,
-so that `--help` is quick. A user's mistake is one line on standard error and exit status 2, never a
-traceback.
+Knows files and terminals; what may be typed is in `cli_options`, and what a command does is done by modules
+that it imports when it runs, so that `--help` is quick. A user's mistake is one line on standard error and
+exit status 2, never a traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import difflib
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridserve import __version__
+from hybridserve.cli_options import USAGE_ERROR, engine_options, has_engine_options, parse, sampling_options
 from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.interrupt import INTERRUPTED, interrupt_exits_at_once
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
     from hybridserve.config.schema import EngineConfig
@@ -29,42 +29,22 @@ if TYPE_CHECKING:
     from hybridserve.outputs import Logprobs, RequestOutput
 
 FAILED = 1
-USAGE_ERROR = 2
-INTERRUPTED = 130  # as a shell says of a program that SIGINT ended
-BROKEN_PIPE = 141  # and SIGPIPE
-
-SAMPLING_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "tokens to generate at most"),
-    ("min_tokens", int, "tokens before which no text ends"),
-    ("n", int, "independent continuations of the prompt"),
-    ("temperature", float, "0 takes the most likely token"),
-    ("top_k", int, "draw among this many most likely tokens; 0 among all"),
-    ("top_p", float, "draw among the most likely tokens that have this probability together"),
-    ("min_p", float, "leave out tokens less likely than this share of the most likely one's"),
-    ("presence_penalty", float, "against tokens that were generated before"),
-    ("frequency_penalty", float, "the same, for each time that they were"),
-    ("repetition_penalty", float, "against tokens of prompt and output; 1 is none"),
-    (
-        "seed",
-        int,
-        "makes the draws repeatable (of a request; the key `seed` of a YAML file is for all others)",
-    ),
-    ("logprobs", int, "report each token's log-probability and this many most likely ones (with --prompts)"),
-    ("prompt_logprobs", int, "the same for the tokens of the prompt (with --prompts)"),
-)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER = "adapter"
+"""What `inspect` calls the one that it looks at."""
+BROKEN_PIPE = 141  # as a shell says of a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its status."""
-    arguments = [_with_underscores(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     if sys.stderr is None:  # it was closed, and print() would write to standard output instead
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - it stays open
     if sys.stdout is None:
         _exit(USAGE_ERROR, "standard output is closed")
     try:
-        with _interrupt_exits_at_once():
-            args = _parse(arguments)
-        args.run(args)
+        with interrupt_exits_at_once():
+            args = parse(sys.argv[1:] if argv is None else argv)
+        COMMANDS[args.command](args)
         sys.stdout.flush()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -82,181 +62,21 @@ def _exit(status: int, reason: str) -> NoReturn:
     sys.exit(status)
 
 
-@contextlib.contextmanager
-def _interrupt_exits_at_once() -> Iterator[None]:
-    """For imports, which leave nothing to clean up: an extension module that is interrupted while it is
-    loaded makes any other error of KeyboardInterrupt, or none."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
-        yield
-        return
-    try:
-        before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    except ValueError:  # only the main thread may
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _with_underscores(argument: str) -> str:
-    """--max-tokens=5 -> --max_tokens=5: both spellings of an option's name work."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
-
-
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"{self.prog}: {message}\n")
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="hybridserve", description="A serving engine for hybrid language models.")
-    parser.add_argument("--version", action="version", version=f"hybridserve {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = parser
-    for name, (add_options, about) in COMMANDS.items():
-        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        if name in arguments[:1]:  # the schema of the configuration is read for a command that takes it alone
-            add_options(command)
-            chosen = command
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = [option for action in chosen._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"see {chosen.prog} --help"
-        chosen.error(f"unknown argument {unknown[0]!r}; {hint}")
-    return args
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_generate)
-    parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue; the continuation is shown as it comes"
-    )
-    source.add_argument(
-        "--prompts",
-        metavar="FILE.jsonl",
-        type=Path,
-        help='a line each: {"prompt": text or list of token ids, and any sampling parameters}',
-    )
-    parser.add_argument(
-        "--out", metavar="FILE.jsonl", type=Path, help="results of --prompts; standard output if not set"
-    )
-    sampling = parser.add_argument_group("sampling")
-    for name, kind, about in SAMPLING_OPTIONS:
-        sampling.add_argument(
-            f"--{name}", type=kind, default=argparse.SUPPRESS, metavar="N" if kind is int else "X", help=about
-        )
-    sampling.add_argument(
-        "--stop",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="ends the text; may be repeated",
-    )
-    sampling.add_argument(
-        "--stop_token_ids",
-        type=int,
-        nargs="+",
-        default=argparse.SUPPRESS,
-        metavar="ID",
-        help="tokens that end the text",
-    )
-    sampling.add_argument(
-        "--ignore_eos",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="go on after an end-of-sequence token",
-    )
-    _add_config_options(parser)
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_inspect)
-    parser.add_argument("target", nargs="?", metavar="MODEL_OR_YAML", help="show what it would run with, too")
-    parser.add_argument("--models", action="store_true", help="list the supported architectures")
-    _add_config_options(parser)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_plan)
-    parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    _add_config_options(parser)
-
-
-COMMANDS = {
-    "generate": (_add_generate, "continue a prompt, or a file of prompts"),
-    "inspect": (_add_inspect, "show versions, the machine, and which backends are chosen and why"),
-    "plan": (_add_plan, "show what a model needs and how much fits, without loading it"),
-}
-
-
-def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    """An option for each key of the configuration: its dotted name, and its last part where that is free."""
-    from hybridserve.config.loader import config_keys
-
-    group = parser.add_argument_group("configuration", "Any key of the YAML file; these win over the file.")
-    keys = {key: info for key, info in config_keys().items() if not info.is_required()}
-    taken = {option for action in parser._actions for option in action.option_strings}
-    for key, info in keys.items():
-        last = key.rpartition(".")[2]
-        names = [f"--{key}"] if last in keys else [f"--{key}", f"--{last}"]
-        if free := [name for name in names if name not in taken]:
-            default = json.dumps(info.default).strip('"')
-            group.add_argument(
-                *free,
-                dest=f"config:{key}",
-                default=argparse.SUPPRESS,
-                metavar="VALUE",
-                help=f"{info.description} (default: {default})".replace("%", "%%"),
-            )
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of LLM: model or config file, and the keys that were set by options."""
-    from hybridserve.config.loader import TextValue
-
-    prefix = "config:"
-    options: dict[str, Any] = {
-        name.removeprefix(prefix): TextValue(text)
-        for name, text in vars(args).items()
-        if name.startswith(prefix)
-    }
-    is_file = args.target.endswith((".yaml", ".yml"))
-    return {"config" if is_file else "model": args.target, **options}
-
-
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
     from hybridserve.config.loader import load_config
 
-    options = _engine_options(args)
+    options = engine_options(args)
     return load_config(options.pop("model", None), options.pop("config", None), options)
 
 
-def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
-
-
 def _generate(args: argparse.Namespace) -> None:
-    params = SamplingParams(**_sampling_options(args))
+    params = SamplingParams(**sampling_options(args))
     if args.prompts is not None:
         _generate_file(args, params)
         return
@@ -265,24 +85,37 @@ def _generate(args: argparse.Namespace) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             raise ValueError(f"--{name}: is only reported for --prompts")
+    if args.compare and (args.adapter is not None or params.n > 1):
+        raise ValueError("--compare: shows every adapter once; leave out --adapter and --n")
     with _load(args) as llm:
-        llm.check(args.prompt, params)
+        llm.check(args.prompt, params, adapter=args.adapter)
         print(llm.plan.table(), file=sys.stderr)
-        if params.n > 1:
-            _generate_several(llm, args.prompt, params)
+        if args.compare:
+            _compare(llm, args.prompt, params)
+        elif params.n > 1:
+            _generate_several(llm, args.prompt, params, args.adapter)
         else:
-            _generate_stream(llm, args.prompt, params)
+            _generate_stream(llm, args.prompt, params, args.adapter)
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    with _interrupt_exits_at_once():
+    with interrupt_exits_at_once():
         from hybridserve.llm import LLM
 
-        return LLM(**_engine_options(args))
+        return LLM(**engine_options(args))
 
 
-def _generate_several(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    completions = llm.generate(prompt, params)[0].outputs
+def _compare(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    from hybridserve.side_by_side import side_by_side
+
+    names = [None, *(info.name for info in llm.list_adapters())]
+    with side_by_side([name or "the base model" for name in names], prompt) as add:
+        outputs = llm.generate([prompt] * len(names), params, adapter=names, progress=False, watch=add)
+    _exit_if_aborted(outputs)
+
+
+def _generate_several(llm: LLM, prompt: str, params: SamplingParams, adapter: str | None) -> None:
+    completions = llm.generate(prompt, params, adapter=adapter)[0].outputs
     for completion in completions:
         print(f"[{completion.index}] {completion.text}")
     aborted = [each for each in completions if each.finish_reason == FinishReason.ABORT]
@@ -291,15 +124,17 @@ def _generate_several(llm: LLM, prompt: str, params: SamplingParams) -> None:
         _exit(FAILED, f"[{aborted[0].index}] was aborted: {aborted[0].stop_reason}")
 
 
-def _generate_stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+def _generate_stream(llm: LLM, prompt: str, params: SamplingParams, adapter: str | None) -> None:
+    from hybridserve.outputs import StreamAborted
+
     shown = sys.stdout.isatty()
     if shown:
         print(prompt, end="", flush=True)
     try:
-        for piece in llm.stream(prompt, params):
+        for piece in llm.stream(prompt, params, adapter=adapter):
             print(piece, end="", flush=True)
             shown = True
-    except RuntimeError as error:  # the engine gave the request up
+    except StreamAborted as error:
         if shown:
             print(flush=True)
         _exit(FAILED, str(error))
@@ -313,10 +148,13 @@ class _Line:
     origin: str
     prompt: str | list[int]
     params: SamplingParams
+    adapter: str | None
 
 
 def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
-    lines = list(_read_prompts(args.prompts, params))
+    if args.compare:
+        raise ValueError("--compare: is for one --prompt")
+    lines = list(_read_prompts(args.prompts, params, args.adapter))
     if args.out is not None:
         folder = _without_links(args.out).parent
         if args.out.is_dir():
@@ -326,11 +164,15 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
     with _load(args) as llm:
         for line in lines:
             try:
-                llm.check(line.prompt, line.params)
+                llm.check(line.prompt, line.params, adapter=line.adapter)
             except ValueError as error:
                 raise ValueError(f"{line.origin}: {error}") from None
         print(llm.plan.table(), file=sys.stderr)
-        outputs = llm.generate([line.prompt for line in lines], [line.params for line in lines])
+        outputs = llm.generate(
+            [line.prompt for line in lines],
+            [line.params for line in lines],
+            adapter=[line.adapter for line in lines],
+        )
     results = (
         json.dumps(result, ensure_ascii=False) + "\n"
         for line, output in zip(lines, outputs, strict=True)
@@ -340,6 +182,15 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
         sys.stdout.writelines(results)
     else:
         _write(args.out, results)
+    _exit_if_aborted(outputs)
+
+
+def _exit_if_aborted(outputs: Sequence[RequestOutput]) -> None:
+    completions = [completion for output in outputs for completion in output.outputs]
+    if aborted := [each for each in completions if each.finish_reason == FinishReason.ABORT]:
+        sys.stdout.flush()
+        counted = f"{len(aborted)} of {len(completions)} results"
+        _exit(FAILED, f"{counted} ended early (finish_reason abort): {aborted[0].stop_reason}")
 
 
 def _write(path: Path, results: Iterable[str]) -> None:
@@ -365,7 +216,7 @@ def _without_links(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve() knows no OSError for them
 
 
-def _read_prompts(path: Path, params: SamplingParams) -> Iterator[_Line]:
+def _read_prompts(path: Path, params: SamplingParams, adapter: str | None) -> Iterator[_Line]:
     allowed = {field.name for field in fields(SamplingParams)}
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
@@ -375,14 +226,14 @@ def _read_prompts(path: Path, params: SamplingParams) -> Iterator[_Line]:
                 line = json.loads(text)
                 if not isinstance(line, dict) or "prompt" not in line:
                     raise ValueError('a line is an object with "prompt"')
-                prompt = line.pop("prompt")
+                prompt, named = line.pop("prompt"), line.pop("adapter", adapter)
                 if unknown := sorted(line.keys() - allowed):
                     raise ValueError(
-                        f"{unknown[0]}: unknown; allowed are prompt, {', '.join(sorted(allowed))}"
+                        f"{unknown[0]}: unknown; allowed are prompt, adapter, {', '.join(sorted(allowed))}"
                     )
                 if "logit_bias" in line:
                     line["logit_bias"] = _with_int_keys(line["logit_bias"])
-                yield _Line(f"{path}:{number}", prompt, replace(params, **line))
+                yield _Line(f"{path}:{number}", prompt, replace(params, **line), named)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
 
@@ -401,6 +252,7 @@ def _results(line: _Line, output: RequestOutput) -> Iterator[dict[str, Any]]:
     for completion in output.outputs:
         result: dict[str, Any] = {
             "prompt": line.prompt,
+            "adapter": line.adapter,
             "index": completion.index,
             "text": completion.text,
             "token_ids": completion.token_ids,
@@ -423,18 +275,22 @@ def _logprobs(position: Logprobs) -> list[dict[str, Any]]:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    has_settings = any(name.startswith("config:") for name in vars(args))
     if args.models:
-        if args.target or has_settings:
+        if args.target or args.on or has_engine_options(args):
             raise ValueError("--models: lists what any model may be; leave out MODEL_OR_YAML and settings")
         from hybridserve.models.registry import ARCHITECTURES
 
         print("\n".join(sorted(ARCHITECTURES)))
         return
-    if args.target is None and has_settings:
+    if args.target is None and has_engine_options(args):
         raise ValueError("MODEL_OR_YAML: is needed to see what a setting would do")
+    if args.target and _is_adapter(args.target):
+        _inspect_adapter(args)
+        return
+    if args.on is not None:
+        raise ValueError(f"--on: {args.target} is no adapter's directory")
     config = None if args.target is None else _engine_config(args)
-    with _interrupt_exits_at_once():
+    with interrupt_exits_at_once():
         from hybridserve.engine.planner import make_plan
         from hybridserve.models.hub import resolve_model
 
@@ -446,6 +302,35 @@ def _inspect(args: argparse.Namespace) -> None:
         plan = make_plan(config, resolve_model(config.model))
         print(_table(rows))
         print(plan.table())
+
+
+def _is_adapter(target: str) -> bool:
+    try:
+        return any((Path(target) / name).is_file() for name in ADAPTER_FILES)
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _inspect_adapter(args: argparse.Namespace) -> None:
+    """An adapter's layout; with --on, what of it that model would apply."""
+    path, model, options = Path(args.target), args.on, engine_options(args)
+    if model is None and has_engine_options(args):
+        raise ValueError("--on: is needed to see what a setting would do with an adapter")
+    with interrupt_exits_at_once():
+        from hybridserve.lora import describe
+
+        rows = list(describe.layout(path))
+    print(_table(rows))
+    if model is None:
+        return
+    with interrupt_exits_at_once():
+        from hybridserve.llm import LLM
+
+    del options["model"]
+    with LLM(model, **{**options, "lora.adapters": {ADAPTER: str(path)}}) as llm:
+        (info,) = llm.list_adapters()
+    rows = [("identity", info.identity), ("device", f"{info.device_bytes:,} bytes, rank {info.rank}")]
+    print(_table([*rows, *describe.report(info.report)]))
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -482,9 +367,28 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _plan(args: argparse.Namespace) -> None:
     config = _engine_config(args)
-    with _interrupt_exits_at_once():
+    with interrupt_exits_at_once():
         from hybridserve.engine.planner import make_plan
         from hybridserve.models.hub import resolve_model
 
     plan = make_plan(config, resolve_model(config.model))
     print(json.dumps(plan.to_dict(), indent=2) if args.json else plan.table())
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    targets = None
+    if args.targets is not None:
+        targets = tuple(name.strip() for name in args.targets.split(",") if name.strip())
+        if not targets:
+            raise ValueError("--targets: names nothing")
+    with interrupt_exits_at_once():
+        from hybridserve.engine.convert import REPORT_FILE, quantize_checkpoint
+        from hybridserve.models.hub import resolve_model
+
+    report = quantize_checkpoint(resolve_model(args.model), args.out, args.format, targets)
+    size = f"{report.bytes_after / report.bytes_before:.0%} of {report.bytes_before:,} bytes"
+    rows = report.plan.rows()
+    print(_table([*rows, ("written", f"{args.out}: {size}; every module is listed in {REPORT_FILE}")]))
+
+
+COMMANDS = {"generate": _generate, "inspect": _inspect, "plan": _plan, "quantize": _quantize}

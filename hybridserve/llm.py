@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from hybridserve.config.loader import load_config
 from hybridserve.config.schema import EngineConfig
-from hybridserve.core.request import SamplingParams
-from hybridserve.engine.core import NOT_FINITE, EngineCore, EngineStats
+from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.engine.core import EngineCore
 from hybridserve.engine.messages import EngineRequest
 from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.models.hub import resolve_model
-from hybridserve.outputs import OutputProcessor, RequestOutput
+from hybridserve.outputs import OutputProcessor, RequestOutput, StreamAborted
 from hybridserve.text import Tokenizer, TokenizerMissing
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from hybridserve.engine.adapters import AdapterInfo
+    from hybridserve.engine.stats import EngineStats
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -80,12 +83,15 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        watch: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many, given as text or as token ids; results are in the prompts' order.
 
-        `params`, `adapter` and `priority` are one for all, or a list with one entry a prompt. Under
-        `scheduler.policy: priority` a lower priority runs sooner. `progress` shows a bar on standard error;
-        by default for more than one prompt on a terminal. ValueError, naming the field, before anything runs.
+        `params`, `adapter` (a name; None is the base model) and `priority` are one for all, or a list with
+        one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. `progress` shows
+        a bar on standard error; by default for more than one prompt on a terminal. `watch` is called with the
+        index of a prompt and a piece of its text as pieces come. ValueError, naming the field, before
+        anything runs.
         """
         many = _as_prompts(prompts)
         columns = zip(
@@ -98,7 +104,7 @@ class LLM:
         requests = [self._request(*column) for column in columns]
         if progress is None:
             progress = len(many) > 1 and sys.stderr.isatty()
-        return self._run(requests, progress)
+        return self._run(requests, progress, watch)
 
     def chat(
         self,
@@ -127,7 +133,8 @@ class LLM:
         priority: int = 0,
     ) -> Iterator[str]:
         """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the
-        request. RuntimeError if the model's logits were not finite."""
+        request. Raises StreamAborted (a RuntimeError) where the engine gives the request up, as it does if
+        the model's logits are not finite."""
         request, text = self._request(prompt, params, adapter, priority)
         if request.params.n != 1:
             raise ValueError(f"n: a stream has one continuation, not {request.params.n}")
@@ -140,8 +147,45 @@ class LLM:
         """Raise the ValueError that `generate` would raise for this prompt, if any; nothing runs."""
         self._request(prompt, params, adapter, 0)
 
-    def stats(self) -> dict[str, float]:
-        """Counters since the start and gauges of this moment."""
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """Let requests name the adapter in a directory: one under `lora.roots`, absolute or relative to a
+        root. Returns what is now known of it, with a report on what was applied.
+
+        A name that is in use means the new content for new requests, while those that run go on with the old
+        one; if the content is equal, nothing happens. ValueError, saying what is wrong with the files, and
+        nothing has changed; also where `lora.allow_runtime_loading` is off.
+        """
+        self._check_open()
+        self._core.wait_for_load(self._core.adapters.load(name, path))
+        return self._core.adapters.info(name)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Refuse an adapter's name to new requests from now on; those that run go on. True if nothing is left
+        of it, False if requests still use it: then it goes with the last of them. ValueError for a name that
+        is unknown, and where `lora.allow_runtime_loading` is off."""
+        self._check_open()
+        return self._core.adapters.unload(name)
+
+    def pin_adapter(self, name: str) -> None:
+        """Keep an adapter on the device, whoever else needs room there, until `unpin_adapter` or until its
+        content is unloaded. ValueError for an unknown name, and where no place would be left for others."""
+        self._check_open()
+        self._core.adapters.pin(name)
+
+    def unpin_adapter(self, name: str) -> None:
+        """Let an adapter make room for others again. ValueError for an unknown name."""
+        self._check_open()
+        self._core.adapters.unpin(name)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        """Every adapter that may be named, by name, and those that requests still use though their name is
+        gone."""
+        self._check_open()
+        return self._core.adapters.infos()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
+        was used to its counters."""
         return self._core.gauges()
 
     def close(self) -> None:
@@ -159,15 +203,22 @@ class LLM:
         self.close()
 
     def _run(
-        self, requests: Sequence[tuple[EngineRequest, str | None]], progress: bool
+        self,
+        requests: Sequence[tuple[EngineRequest, str | None]],
+        progress: bool,
+        watch: Callable[[int, str], None] | None,
     ) -> list[RequestOutput]:
         waiting = {request.request_id for request, _ in requests}
         try:
             for request, prompt in requests:
                 self._add(request, prompt)
+                if watch is not None:
+                    self._streams[request.request_id] = deque()
             with _progress_bar(len(requests), progress, self._core.stats) as advance:
                 while waiting:
                     self._pump()
+                    if watch is not None:
+                        self._show(requests, watch)
                     done = self._finished & waiting
                     waiting -= done
                     self._finished -= done
@@ -176,7 +227,17 @@ class LLM:
             for request, _ in requests:
                 self._drop(request.request_id)
             raise
+        for request, _ in requests:
+            self._streams.pop(request.request_id, None)
         return [self._processor.take(request.request_id) for request, _ in requests]
+
+    def _show(
+        self, requests: Sequence[tuple[EngineRequest, str | None]], watch: Callable[[int, str], None]
+    ) -> None:
+        for index, (request, _) in enumerate(requests):
+            pieces = self._streams[request.request_id]
+            while pieces:
+                watch(index, pieces.popleft())
 
     def _stream(self, request: EngineRequest, prompt: str | None) -> Iterator[str]:
         self._add(request, prompt)
@@ -186,9 +247,9 @@ class LLM:
                 self._pump()
                 while pieces:
                     yield pieces.popleft()
-            stop_reason = self._processor.take(request.request_id).outputs[0].stop_reason
-            if stop_reason == NOT_FINITE:
-                raise RuntimeError(NOT_FINITE)
+            completion = self._processor.take(request.request_id).outputs[0]
+            if completion.finish_reason == FinishReason.ABORT:
+                raise StreamAborted(completion.stop_reason)
         finally:
             self._drop(request.request_id)
 
@@ -217,12 +278,12 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams | None, adapter: str | None, priority: int
     ) -> tuple[EngineRequest, str | None]:
-        if self._closed:
-            raise RuntimeError("this LLM has been closed")
+        self._check_open()
         params = SamplingParams() if params is None else params
-        for name, value, kind in (("params", params, SamplingParams), ("adapter", adapter or "", str)):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name}: {value!r} is not {kind.__name__}")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: {params!r} is not SamplingParams")
+        if not isinstance(adapter, str | None):
+            raise ValueError(f"adapter: {adapter!r} is not a name")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: needs a tokenizer, and there is none ({self._tokenizer_error})")
         if isinstance(prompt, str):
@@ -240,6 +301,10 @@ class LLM:
         )
         self._core.check(request)
         return request, text
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM has been closed")
 
     def _text(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

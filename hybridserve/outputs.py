@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+class StreamAborted(RuntimeError):
+    """The engine gave up the sequence that a stream comes from; what was yielded until then is good."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """One token's log-probability under the raw distribution; `rank` 1 is the most likely token."""

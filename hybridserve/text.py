@@ -143,18 +143,25 @@ class Tokenizer:
         return _compile_template(self.chat_template)
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation. Raises ValueError for messages that the template refuses."""
+        """The text of a conversation. Raises ValueError for messages that the template refuses.
+
+        The content of an assistant's message may be None, where it called a tool and said nothing.
+        """
         import jinja2
 
-        for message in messages:
+        said: list[dict[str, Any]] = []
+        for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise ValueError(f"messages: {message!r} is not a dict with role and content")
-        if not messages:
+            if message["content"] is None and message["role"] != "assistant":
+                raise ValueError(f"messages[{index}].content: is None; only an assistant may say nothing")
+            said.append(dict(message) | {"content": "" if message["content"] is None else message["content"]})
+        if not said:
             raise ValueError("messages: a conversation needs at least one message")
         try:
             return self._template.render(
                 **self.special_tokens,
-                messages=[dict(message) for message in messages],
+                messages=said,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,

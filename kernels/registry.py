@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
+EXACT = "exact"
+"""Like AUTO, among the backends that take activations as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -19,12 +22,17 @@ class Capabilities:
 
     device: str  # "cpu" | "cuda"
     dtype: str  # of the model's activations: "float32" | "bfloat16" | "float16"
+    weights: str = "none"  # format of those that are quantized
 
 
 class Backend(ABC):
     """One implementation of one operator's interface. Constructed without arguments, once an engine."""
 
     name: ClassVar[str]
+
+    rounding: ClassVar[str] = ""
+    """How it rounds the activations that meet one-byte weights, where the format does not ask for it; empty:
+    not at all."""
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
@@ -60,14 +68,20 @@ def select(
 ) -> Choice:
     """Choose a backend for `op` by name or, with "auto", the first in preference order that runs here.
 
-    `among` replaces the operator's own table. ValueError, with every candidate's reason, if what is wanted
-    does not exist or can't run here: another backend is never taken in its place.
+    "exact" is "auto" among those that round no activations. `among` replaces the operator's own table.
+    ValueError, with every candidate's reason, if what is wanted does not exist or can't run here: another
+    backend is never taken in its place.
     """
     table = candidates(op) if among is None else among
     obstacles = {backend.name: backend.why_not(capabilities) for backend in table}
-    chosen = next((b for b in table if wanted in (AUTO, b.name) and obstacles[b.name] is None), None)
+    if wanted == EXACT:
+        for backend in table:
+            if backend.rounding and obstacles[backend.name] is None:
+                obstacles[backend.name] = f"rounds activations {backend.rounding}"
+    is_open = wanted in (AUTO, EXACT)
+    chosen = next((b for b in table if (is_open or wanted == b.name) and obstacles[b.name] is None), None)
     if chosen is None:
-        if wanted == AUTO:
+        if is_open:
             problem = f"no {op} backend can run"
         elif wanted in obstacles:
             problem = f"{op} backend {wanted!r} can't run"
@@ -76,6 +90,6 @@ def select(
         listed = "; ".join(f"{name}: {obstacle or 'can run'}" for name, obstacle in obstacles.items())
         where = f"on {capabilities.device} with {capabilities.dtype}"
         raise ValueError(f"{problem} {where} ({listed or 'none known'})")
-    passed_over = f"{chosen.name} " + ("is preferred" if wanted == AUTO else "was asked for")
+    passed_over = f"{chosen.name} " + ("is preferred" if is_open else "was asked for")
     rejected = tuple((name, why or passed_over) for name, why in obstacles.items() if name != chosen.name)
     return Choice(op, chosen.name, chosen(), rejected)

@@ -1,1 +1,1 @@
-"""Low-rank adapters: reserved for the package that loads, stores and applies them; it holds no code yet."""
+"""Low-rank adapters: read from PEFT's files, kept, laid out on the device, and described to a step."""

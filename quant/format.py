@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from hybridserve.kernels.gemm.interface import ScaledWeight
+
 if TYPE_CHECKING:
-    from hybridserve.quant.unquantized import UnquantizedFormat
+    from hybridserve.kernels.gemm.interface import GemmBackend
+    from hybridserve.kernels.moe.interface import ExpertDelta, MoEBackend
+    from hybridserve.kernels.registry import Capabilities
 
 Weights = dict[str, torch.Tensor]
 """The tensors that hold one projection (or one layer's experts) in some format; keys are the format's own."""
+
+Source = torch.Tensor | ScaledWeight
+"""A checkpoint's tensor [out, in], whole: plain, or quantized by whoever made the checkpoint."""
+
+
+class WeightError(ValueError):
+    """What is wrong with a checkpoint's tensor; the text continues a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +47,21 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
 
+    @classmethod
+    def why_not(cls, capabilities: Capabilities) -> str | None:
+        """Why this format can't be used here, or None if it can."""
+        return None
+
+    def __init__(self, gemm: GemmBackend, moe: MoEBackend, *, stored: bool = False) -> None:
+        """`stored`: the checkpoint holds weights in this format already."""
+        self.gemm = gemm
+        self.moe = moe
+        self.stored = stored
+
     @property
-    @abstractmethod
-    def plain(self) -> UnquantizedFormat:
-        """The format of weights that are never quantized: routers and the output head."""
+    def note(self) -> str:
+        """How it is computed, for whoever must judge its speed and its accuracy."""
+        return ""
 
     @abstractmethod
     def create_linear(
@@ -47,7 +69,8 @@ class WeightFormat(ABC):
     ) -> Weights: ...
 
     @abstractmethod
-    def load_linear(self, weights: Weights, tensor: torch.Tensor, shard: Shard) -> None: ...
+    def load_linear(self, weights: Weights, source: Source, shard: Shard) -> None:
+        """Raises WeightError for a tensor that can't be had in this format."""
 
     @abstractmethod
     def finish_linear(self, weights: Weights) -> None: ...
@@ -57,21 +80,43 @@ class WeightFormat(ABC):
         """x [T, in] -> [T, out]."""
 
     @abstractmethod
+    def dequantize_linear(self, weights: Weights) -> torch.Tensor:
+        """The finished weight [out, in] as plain numbers, for those who must know its norms; not to be
+        changed."""
+
+    @abstractmethod
     def create_experts(
         self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ) -> Weights: ...
 
     @abstractmethod
-    def load_expert(
-        self, weights: Weights, expert: int, part: str, tensor: torch.Tensor, shard: Shard
-    ) -> None:
-        """`part` is "gate", "up" or "down"; the shard's destination is within that part."""
+    def load_expert(self, weights: Weights, expert: int, part: str, source: Source, shard: Shard) -> None:
+        """`part` is "gate", "up" or "down"; the shard's destination is within that part. Raises
+        WeightError."""
 
     @abstractmethod
     def finish_experts(self, weights: Weights) -> None: ...
 
     @abstractmethod
     def apply_experts(
-        self, x: torch.Tensor, weights: Weights, routing_weights: torch.Tensor, expert_ids: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: Weights,
+        routing_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        delta: ExpertDelta | None = None,
     ) -> torch.Tensor:
-        """x [T, hidden], routing_weights and expert_ids [T, k] -> [T, hidden]."""
+        """x [T, hidden], routing_weights and expert_ids [T, k] -> [T, hidden]; `delta` is what adapters add
+        inside the experts."""
+
+    @abstractmethod
+    def dequantize_expert(self, weights: Weights, expert: int, part: str) -> torch.Tensor:
+        """The finished weight [out, in] of one expert's "gate", "up" or "down", like `dequantize_linear`."""
+
+
+def part_of(gate_up: torch.Tensor, down: torch.Tensor, part: str) -> torch.Tensor:
+    """What one expert's "gate", "up" or "down" has of the tensors [2 I, ...] and [H, ...]."""
+    if part == "down":
+        return down
+    gate, up = gate_up.chunk(2)
+    return gate if part == "gate" else up

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hybridserve.quant.format import Shard, WeightFormat, Weights
+from hybridserve.kernels.gemm.interface import ScaledWeight
+from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
 
 if TYPE_CHECKING:
-    from hybridserve.kernels.gemm.interface import GemmBackend
-    from hybridserve.kernels.moe.interface import MoEBackend
+    from hybridserve.kernels.moe.interface import ExpertDelta
 
 
 class UnquantizedFormat(WeightFormat):
@@ -21,16 +21,9 @@ class UnquantizedFormat(WeightFormat):
 
     name: ClassVar[str] = "none"
 
-    def __init__(self, gemm: GemmBackend, moe: MoEBackend) -> None:
-        self.gemm = gemm
-        self.moe = moe
-
-    @property
-    def plain(self) -> UnquantizedFormat:
-        return self
-
     def wrap_linear(self, weight: torch.Tensor) -> Weights:
-        """A projection over a weight [out, in] that somebody else creates and loads."""
+        """A projection over a weight [out, in] that somebody else creates, loads and reads: never
+        finished."""
         return {"weight": weight}
 
     def create_linear(
@@ -38,14 +31,17 @@ class UnquantizedFormat(WeightFormat):
     ) -> Weights:
         return {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
 
-    def load_linear(self, weights: Weights, tensor: torch.Tensor, shard: Shard) -> None:
-        weights["weight"][shard.destination].copy_(tensor[shard.source])
+    def load_linear(self, weights: Weights, source: Source, shard: Shard) -> None:
+        weights["weight"][shard.destination].copy_(plain(source)[shard.source])
 
     def finish_linear(self, weights: Weights) -> None:
         weights["weight"] = self.gemm.pack(weights["weight"])
 
     def apply_linear(self, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> torch.Tensor:
         return self.gemm.linear(x, weights["weight"], bias)
+
+    def dequantize_linear(self, weights: Weights) -> torch.Tensor:
+        return self.gemm.unpack(weights["weight"])
 
     def create_experts(
         self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
@@ -55,20 +51,30 @@ class UnquantizedFormat(WeightFormat):
             "down": torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device),
         }
 
-    def load_expert(
-        self, weights: Weights, expert: int, part: str, tensor: torch.Tensor, shard: Shard
-    ) -> None:
-        if part == "down":
-            weight = weights["down"][expert]
-        else:
-            gate, up = weights["gate_up"][expert].chunk(2)
-            weight = gate if part == "gate" else up
-        weight[shard.destination].copy_(tensor[shard.source])
+    def load_expert(self, weights: Weights, expert: int, part: str, source: Source, shard: Shard) -> None:
+        weight = part_of(weights["gate_up"][expert], weights["down"][expert], part)
+        weight[shard.destination].copy_(plain(source)[shard.source])
 
     def finish_experts(self, weights: Weights) -> None:
         weights["gate_up"], weights["down"] = self.moe.pack(weights["gate_up"], weights["down"])
 
     def apply_experts(
-        self, x: torch.Tensor, weights: Weights, routing_weights: torch.Tensor, expert_ids: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weights: Weights,
+        routing_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+        delta: ExpertDelta | None = None,
     ) -> torch.Tensor:
-        return self.moe.experts(x, routing_weights, expert_ids, weights["gate_up"], weights["down"])
+        return self.moe.experts(x, routing_weights, expert_ids, weights["gate_up"], weights["down"], delta)
+
+    def dequantize_expert(self, weights: Weights, expert: int, part: str) -> torch.Tensor:
+        gate_up, down = self.moe.unpack(weights["gate_up"], weights["down"])
+        return part_of(gate_up[expert], down[expert], part)
+
+
+def plain(source: Source) -> torch.Tensor:
+    """WeightError if the checkpoint has quantized a tensor that isn't to be."""
+    if isinstance(source, ScaledWeight):
+        raise WeightError("is quantized, but the checkpoint's quantization_config does not say so")
+    return source

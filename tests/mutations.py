@@ -16,7 +16,7 @@ from hybridserve.core.cache_manager import CacheManager, ForkCopies
 from hybridserve.core.scheduler import Scheduler
 from hybridserve.core.slot_pool import SlotPool
 from hybridserve.engine.input_builder import InputBuilder, StepInput
-from hybridserve.kernels.ssm.torch_native import TorchNative as SSM
+from hybridserve.kernels.ssm import BACKENDS as SSM_BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +41,17 @@ def around_conv(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> None:
-    """Let `before(state, metadata)` and `after(y, state, metadata)` spoil every convolution."""
-    plain = SSM.causal_conv1d
+    """Let `before(state, metadata)` and `after(y, state, metadata)` spoil every backend's convolutions."""
+    for backend in SSM_BACKENDS:
+        patch.setattr(backend, "causal_conv1d", _around(backend.causal_conv1d, before, after))
 
+
+def _around(
+    plain: Callable[..., torch.Tensor], before: Callable[..., None] | None, after: Callable[..., None] | None
+) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
     def conv(
-        self: SSM, x: Any, weight: Any, bias: Any, state: Any, metadata: Any, **more: Any
+        self: Any, x: Any, weight: Any, bias: Any, state: Any, metadata: Any, **more: Any
     ) -> torch.Tensor:
         if before:
             before(state, metadata)
@@ -55,7 +60,7 @@ def around_conv(
             after(y, state, metadata)
         return y
 
-    patch.setattr(SSM, "causal_conv1d", conv)
+    return conv
 
 
 def lengths(step: StepInput) -> np.ndarray:

@@ -6,7 +6,6 @@ value stands, the key, the value and what would be valid. Imports the YAML reade
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from hybridserve.config.schema import EngineConfig
+from hybridserve.config.spelling import nearest
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -96,10 +96,19 @@ def _resolve(name: str, value: object, origin: str) -> str:
 def _unknown(name: str, value: object, origin: str) -> ConfigError:
     by_spelling = {key.rpartition(".")[2]: key for key in reversed(config_keys())}
     by_spelling |= {key: key for key in [*config_keys(), *_sections()]}
-    near = difflib.get_close_matches(name, by_spelling, n=1) or difflib.get_close_matches(
-        name.rpartition(".")[2], by_spelling, n=1
-    )
-    hint = f"did you mean {by_spelling[near[0]]!r}?" if near else f"valid keys: {', '.join(config_keys())}"
+    section, _, last = name.rpartition(".")
+    is_section = section in _sections()
+    near = nearest(name, by_spelling)
+    if near is None and is_section:  # a key of another section?
+        near = nearest(last, by_spelling)
+    if near is not None:
+        hint = f"did you mean {by_spelling[near]!r}?"
+    else:
+        prefix = f"{section}." if is_section else ""
+        valid = [key.removeprefix(prefix) for key in config_keys() if key.startswith(prefix)]
+        names = dict.fromkeys(key.partition(".")[0] for key in valid)
+        of_section = f" of {section}" if is_section else ""
+        hint = f"valid keys{of_section} are {', '.join(names)}; see hybridserve generate --help"
     return ConfigError(f"{origin}: unknown key {name!r} (value {_show(value)}); {hint}")
 
 
@@ -199,7 +208,11 @@ def _line(path: Path, mapping: Any, name: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """The YAML reader's numbers and texts remember how they were spelled; the schema wants plain ones."""
+    """The YAML reader's values remember how they were spelled; the schema wants plain ones."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
@@ -210,15 +223,23 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def _expand(value: object, key: str, origin: str) -> object:
-    """Replaces ${NAME} by the environment's value; the result has the key's type, as on a command line."""
-    if not isinstance(value, str) or not _VARIABLE.search(value):
-        return value
+    """Replaces ${NAME} by the environment's value; the result has the key's type, as on a command line, but
+    in a list or a mapping it stays text."""
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
             raise ConfigError(f"{origin}: {key}: {value!r}: the environment variable {match[1]} is not set")
         return os.environ[match[1]]
 
+    def within(inner: object) -> object:
+        return _VARIABLE.sub(variable, inner) if isinstance(inner, str) else inner
+
+    if isinstance(value, dict):
+        return {name: within(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [within(inner) for inner in value]
+    if not isinstance(value, str) or not _VARIABLE.search(value):
+        return value
     return TextValue(_VARIABLE.sub(variable, value))
 
 

@@ -6,6 +6,7 @@ and no tensor.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Literal
 
@@ -38,12 +39,40 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+def _parse_pairs(value: object) -> object:
+    """ "a=dir,b=dir" -> {"a": "dir", "b": "dir"}, as on a command line; in Python directories are paths."""
+    if isinstance(value, dict):
+        return {name: _path(path) for name, path in value.items()}
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not (name.strip() and path.strip()) for name, _, path in pairs):
+        raise ValueError("must map names to directories: name=directory, separated by commas")
+    return {name.strip(): path.strip() for name, _, path in pairs}
+
+
+def _parse_list(value: object) -> object:
+    """ "a,b" -> ("a", "b"), as on a command line; a list -> a tuple."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    return tuple(map(_path, value)) if isinstance(value, list | tuple) else value
+
+
+def _path(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Adapters = Annotated[dict[Text, Text], BeforeValidator(_parse_pairs)]
+Directories = Annotated[tuple[Text, ...], BeforeValidator(_parse_list)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 BlockSize = Annotated[int, Field(ge=1, le=256), AfterValidator(_power_of_two)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
-BackendName = Literal["auto", "reference", "torch_native"]
+BackendName = Literal["auto", "native", "torch_native", "reference"]
+GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "torch_native", "reference"]
+MoEName = Literal["auto", "exact", "native", "native_exact", "torch_native", "reference"]
 
 
 class _Section(BaseModel):
@@ -80,13 +109,66 @@ class SchedulerConfig(_Section):
     policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="order of waiting requests")
 
 
+class QuantizationConfig(_Section):
+    """Weights in one byte or less an element."""
+
+    format: Literal["auto", "none", "int8", "int8-w8a8", "bnb-int8", "bnb-nf4", "fp8"] = Field(
+        default="auto", description="of weights: auto is the checkpoint's; another is made while loading"
+    )
+    targets: Annotated[tuple[Text, ...], BeforeValidator(_parse_list), Field(min_length=1)] | None = Field(
+        default=None,
+        description="what is quantized: experts, mlp (experts and dense MLP), all (if null: projections of "
+        "mixers, too), or names of modules",
+    )
+
+
+class LoraConfig(_Section):
+    """Low-rank adapters that requests may name. Off, at no cost, unless there are `adapters` or
+    `allow_runtime_loading` is set."""
+
+    adapters: Adapters | None = Field(
+        default=None,
+        description="name: directory of each adapter to begin with; if null, those that come with the model",
+    )
+    max_loaded: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=16, description="adapters on the device at the same time, at most"
+    )
+    max_rank: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=64, description="of an adapter, at most; nothing is reserved for it"
+    )
+    device_bytes: Size | None = Field(
+        default=None,
+        description="what adapters may take of the device's memory; null: no limit but max_loaded",
+    )
+    host_bytes: Size = Field(
+        default=2 * 2**30, description="what adapters may take of the host's memory, to be loaded from there"
+    )
+    allow_runtime_loading: bool = Field(
+        default=False, description="let adapters be loaded and unloaded while serving"
+    )
+    roots: Directories = Field(
+        default=(), description="directories under which adapters may be loaded from while serving"
+    )
+    max_running_per_adapter: Count | None = Field(
+        default=None, description="sequences of one adapter that run at the same time, at most"
+    )
+    fair_share: bool = Field(
+        default=True, description="adapters with waiting requests, and the base model, take turns"
+    )
+
+
 class KernelsConfig(_Section):
     """The backend of each operator; auto takes the fastest that works here."""
 
     attention: BackendName = Field(default="auto", description="backend of paged attention")
     ssm: BackendName = Field(default="auto", description="backend of convolution and selective scan")
-    gemm: BackendName = Field(default="auto", description="backend of matrix products")
-    moe: BackendName = Field(default="auto", description="backend of experts")
+    gemm: GemmName = Field(
+        default="auto",
+        description="backend of matrix products; exact: one that never rounds activations, of experts too",
+    )
+    moe: MoEName = Field(default="auto", description="backend of experts; exact as for gemm")
+    pointwise: BackendName = Field(default="auto", description="backend of norms")
+    lora: BackendName = Field(default="auto", description="backend of adapters")
 
 
 class EngineConfig(_Section):
@@ -109,4 +191,8 @@ class EngineConfig(_Section):
         default=CacheConfig(), description="the arena of KV blocks and recurrent states"
     )
     scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="what runs together")
+    quantization: QuantizationConfig = Field(
+        default=QuantizationConfig(), description="format of the weights, and which have it"
+    )
+    lora: LoraConfig = Field(default=LoraConfig(), description="low-rank adapters, chosen by request")
     kernels: KernelsConfig = Field(default=KernelsConfig(), description="backend of each operator")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -137,6 +138,15 @@ def _shown(value: object) -> str:
     return repr(value)[:100]
 
 
+class CacheKey(NamedTuple):
+    """What the content of a sequence's caches depends on besides its tokens."""
+
+    adapter_id: str | None = None
+    """Identity of the adapter's content, never its name: a name may be given other content."""
+    adapter_start: int = 0
+    """Positions before it were computed by the base model, and are as good as the base model's own."""
+
+
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # holds no memory: new, or preempted and to be computed again
     RUNNING = "running"
@@ -163,9 +173,17 @@ class Request:
     params: SamplingParams
     priority: int = 0
     adapter: str | None = None
+    """The name that it asked for; who shares fairly with whom goes by it."""
+    adapter_id: str | None = None
+    """Identity of the content that the name had when the request came; None: the base model."""
+    adapter_start: int = 0
+    """The position from which on the adapter is on."""
     parent_id: str | None = None
     """The request that this one forked from (params.n > 1), and `index` among its continuations."""
     index: int = 0
+    ended_children: frozenset[int] = frozenset()
+    """Of its continuations, those that ended before their first token was known: if that is drawn again, they
+    are not born again."""
     arrival_seq: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -184,6 +202,15 @@ class Request:
     """Tokens that will be computed at most, by the limits on length: the last token drawn never is."""
     order: tuple[int, int, int] = (0, 0, 0)
     """Who goes first: smaller before larger. Unique, and fixed on arrival."""
+
+    @property
+    def cache_key(self) -> CacheKey:
+        return CacheKey(self.adapter_id, self.adapter_start)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has been computed before, by itself or by the request that it forked from."""
+        return self.num_preemptions > 0 or self.parent_id is not None
 
     @property
     def num_prompt(self) -> int:
@@ -222,6 +249,8 @@ class Request:
                 params=self.params,
                 priority=self.priority,
                 adapter=self.adapter,
+                adapter_id=self.adapter_id,
+                adapter_start=self.adapter_start,
                 parent_id=self.id,
                 index=index,
                 arrival_seq=self.arrival_seq,
@@ -230,6 +259,7 @@ class Request:
                 order=(*self.order[:2], index),
             )
             for index, child_id in enumerate(self.child_ids, start=1)
+            if index not in self.ended_children
         ]
 
     def token_ids(self, start: int, end: int) -> list[int]:

@@ -39,10 +39,13 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_by_order)
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: Request) -> bool:
+        """Take a request out; whether it was there."""
         index = bisect_left(self._requests, request.order, key=_by_order)
-        if index < len(self._requests) and self._requests[index] is request:
-            del self._requests[index]
+        if index == len(self._requests) or self._requests[index] is not request:
+            return False
+        del self._requests[index]
+        return True
 
     def check_integrity(self, status: RequestStatus) -> None:
         orders = [request.order for request in self._requests]

@@ -6,21 +6,30 @@ There are no phases (D5): a sequence has tokens and computed tokens, a step clos
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from hybridserve.core.adapter_slots import AdapterSlots
+from hybridserve.core.adapter_turns import AdapterTurns
 from hybridserve.core.cache_manager import CacheManager
+from hybridserve.core.fair_queue import FairQueue
+from hybridserve.core.forks import Forks
+from hybridserve.core.limits import Limits
+from hybridserve.core.plan import StepPlan
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
+from hybridserve.core.step import ScheduledSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
+    from hybridserve.core.adapter_slots import AdapterLoad
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.fair_queue import AdapterCounters
+    from hybridserve.core.step import ScheduledStep
 
 AGING = 256
 """Under the priority policy, one level weighs as much as having arrived this many requests earlier. So at
@@ -45,33 +54,18 @@ class SchedulerCounters:
     """Children that had to compute the prompt again, because memory or max_num_seqs allowed no fork."""
 
 
-class _Fork(NamedTuple):
-    """Children that wait for the next step to copy what their parent has computed. If the parent ends before
-    that, its memory lives on until then."""
-
-    parent: Request
-    children: list[Request]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step being planned, then in flight."""
-
-    step_id: int
-    budget: int
-    sequences: list[ScheduledSequence] = field(default_factory=list)
-    state_copies: list[UnitCopy] = field(default_factory=list)
-    block_copies: list[UnitCopy] = field(default_factory=list)
-    draws: list[Request] = field(default_factory=list)
-    completed: list[Request] = field(default_factory=list)  # prompts done, of requests that draw nothing
-
-
 class Scheduler:
     """Plans steps over all requests; the only one, with the cache manager, that changes a request.
 
     Use: `schedule()`, run the step, `update()`. One more step may be planned while one is in flight (D5): it
     works on tokens that are drawn but not yet known, and what a step in flight may write is free only after
     that step.
+
+    With `adapters`, requests for adapters that are in no slot wait, in nobody's way, while those that
+    `take_loads` returns are loaded; their end is reported with `adapter_loaded` or `adapter_failed`. Those of
+    different adapters share the engine by tokens (`fair_share`; `FairQueue` has the rules), and at most
+    `max_running_per_adapter` sequences that name the same one run. `adapter_bytes`: what an adapter, by its
+    id, takes on the device.
     """
 
     def __init__(
@@ -84,28 +78,36 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         eos_token_ids: Collection[int] = (),
         check_integrity: bool = False,
+        adapters: AdapterSlots | None = None,
+        adapter_bytes: Callable[[str], int] | None = None,
+        fair_share: bool = True,
+        max_running_per_adapter: int | None = None,
     ) -> None:
-        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
-            raise ValueError(
-                f"max_num_seqs ({max_num_seqs}), max_num_batched_tokens ({max_num_batched_tokens}) and "
-                f"max_model_len ({max_model_len}) must be at least 1"
-            )
-        if policy not in ("fcfs", "priority"):
-            raise ValueError(f"policy: {policy!r} is neither 'fcfs' nor 'priority'")
+        self._limits = Limits(
+            layout=layout,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=policy,
+            eos_token_ids=frozenset(eos_token_ids),
+            max_running_per_adapter=max_running_per_adapter,
+        )
         self.layout = layout
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.policy = policy
         self.cache = CacheManager(layout)
+        self.adapters = adapters or AdapterSlots(0)
         self.counters = SchedulerCounters()
-        self._eos_token_ids = frozenset(eos_token_ids)
         self._checks = check_integrity
         self._requests: dict[str, Request] = {}
         self._running = RequestQueue()
-        self._waiting = RequestQueue()  # those whose tokens are all known
-        self._forks: dict[str, _Fork] = {}  # by parent id
-        self._in_flight: deque[_Flight] = deque()
+        # Of those that wait, the ones whose tokens are all known.
+        self._waiting = FairQueue(self.adapters, fair=fair_share, max_running=max_running_per_adapter)
+        self._turns = AdapterTurns(self.adapters, self._waiting, adapter_bytes, max_num_batched_tokens)
+        self._forks = Forks()
+        self._in_flight: deque[StepPlan] = deque()
         self._finished: list[str] = []
         self._num_arrivals = 0
         self._next_step_id = 0
@@ -131,41 +133,21 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise ValueError, naming the field, for a request that could never run."""
-        layout, params, num_prompt = self.layout, request.params, request.num_prompt
-        if "#" in request.id:
-            raise ValueError(f"request_id: {request.id!r} has a '#', which names the continuations of n > 1")
+        self._limits.check(request)
         if any(name in self._requests for name in (request.id, *request.child_ids)):
             raise ValueError(f"request_id: {request.id!r} is in use")
-        if request.priority and self.policy == "fcfs":
-            raise ValueError(f"priority: {request.priority} has no effect, scheduler.policy is 'fcfs'")
-        if not num_prompt:
-            raise ValueError("prompt: is empty")
-        if num_prompt > self.max_model_len:
-            raise ValueError(f"prompt: {num_prompt} tokens, max_model_len is {self.max_model_len}")
-        if num_prompt == self.max_model_len and params.max_tokens:
-            raise ValueError(f"prompt: {num_prompt} tokens leave no room to generate; that is max_model_len")
-        num_cached = self._max_computed(request)
-        if layout.slabs_for(num_cached) > layout.num_usable_slabs:
-            field_name = "max_tokens" if layout.slabs_for(num_prompt) <= layout.num_usable_slabs else "prompt"
-            raise ValueError(
-                f"{field_name}: {num_prompt} tokens of prompt and up to {params.max_tokens} generated need "
-                f"{num_cached} in the cache; it holds {layout.max_tokens_one_sequence() or 0} of one sequence"
-            )
+        self._turns.check(request.adapter_id)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check` accepts; ValueError for any other."""
         self.check(request)
-        request.max_computed = self._max_computed(request)
+        request.max_computed = self._limits.max_computed(request)
         request.arrival_seq = self._num_arrivals
         self._num_arrivals += 1
-        level = request.priority if self.policy == "priority" else 0
-        request.order = (request.arrival_seq + level * AGING, request.arrival_seq, 0)
+        request.order = (request.arrival_seq + request.priority * AGING, request.arrival_seq, 0)
         self._requests[request.id] = request
+        self._waiting.open(request)
         self._waiting.add(request)
-
-    def _max_computed(self, request: Request) -> int:
-        longest = min(request.num_prompt + request.params.max_tokens, self.max_model_len)
-        return max(request.num_prompt, longest - 1)
 
     def abort(
         self,
@@ -195,7 +177,7 @@ class Scheduler:
         """
         if request.status is not RequestStatus.RUNNING:
             raise ValueError(f"request {request.id!r} is not running")
-        self._running.discard(request)
+        self._stop_running(request)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_computed = 0
@@ -211,18 +193,21 @@ class Scheduler:
         the same ids, with that of their parent.
         """
         unborn = [r.id for r in self._requests.values() if r.parent_id is not None and not r.output_ids]
-        for request_id in unborn:
-            del self._requests[request_id]
         self._finished += [name for name, request in self._requests.items() if request.block_ids]
-        self._finished += self._forks
+        self._finished += self._forks.parent_ids
         self.cache = CacheManager(self.layout)
-        self._running, self._waiting = RequestQueue(), RequestQueue()
+        self.adapters.reset()
         self._forks.clear()
         self._in_flight.clear()
+        for request_id in unborn:
+            request = self._requests.pop(request_id)
+            self._leave_queues(request)
+            self._waiting.close(request, finished=False)
         for request in self._requests.values():
             if request.status is RequestStatus.RUNNING:
                 request.num_preemptions += 1
                 self.counters.num_preemptions += 1
+            self._leave_queues(request)
             request.status, request.last_step = RequestStatus.WAITING, -1
             request.block_ids, request.state_slot = (), 0
             request.num_computed = request.num_pending = 0
@@ -235,19 +220,14 @@ class Scheduler:
         """The next step, or None where nothing can run before `update` brings what is in flight."""
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
-        plan = _Flight(self._next_step_id, self.max_num_batched_tokens)
+        plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
         self._fork_children(plan)
         self._schedule_running(plan)
+        self._turns.assign()
         self._admit_waiting(plan)
         if not plan.sequences:
             return None
-        step = ScheduledStep(
-            step_id=plan.step_id,
-            sequences=tuple(plan.sequences),
-            state_copies=tuple(plan.state_copies),
-            block_copies=tuple(plan.block_copies),
-            finished=tuple(dict.fromkeys(self._finished)),
-        )
+        step = plan.freeze(self._finished, self.adapters.generation)
         self._finished.clear()
         self._in_flight.append(plan)
         self._next_step_id += 1
@@ -255,32 +235,26 @@ class Scheduler:
             self.check_integrity()
         return step
 
-    def _fork_children(self, plan: _Flight) -> None:
+    def _fork_children(self, plan: StepPlan) -> None:
         """Before the parents' states move on. A child that finds no room computes its prompt instead."""
         if not self._forks:
             return
         promised = self._num_promised_blocks() + (self.layout.blocks_per_slab > 0)
-        for parent_id, (parent, children) in list(self._forks.items()):
-            if parent.num_pending and parent.params.has_penalties:
-                continue  # neither parent nor child can run before the tokens are known: no hurry
-            del self._forks[parent_id]
+        for parent, children in self._forks.take():
             for child in children:
-                room = len(self._running) < self.max_num_seqs and self.cache.fits(promised, 1)
+                room = self._may_run(child) and self.cache.fits(promised, 1)
                 copies = self.cache.fork(parent, child) if room and parent.num_computed else None
                 if copies is None:
                     self.counters.num_failed_forks += 1
                     self._queue_when_known(child)
                     continue
-                plan.state_copies += copies.state
-                plan.block_copies += copies.blocks
-                parent.last_step = child.last_step = plan.step_id
-                child.status = RequestStatus.RUNNING
-                self._running.add(child)
+                plan.fork(parent, child, copies)
+                self._start_running(child)
                 self.counters.num_forks += 1
             if parent.status is RequestStatus.FINISHED:
                 self._release(parent)
 
-    def _schedule_running(self, plan: _Flight) -> None:
+    def _schedule_running(self, plan: StepPlan) -> None:
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
         num_decodes = sum([count == 1 for _, count in todo])
         starved = False
@@ -310,31 +284,45 @@ class Scheduler:
                 return False
         return True
 
-    def _admit_waiting(self, plan: _Flight) -> None:
-        """Start waiting requests, in order, as long as all their known tokens and the next one fit beside the
-        known tokens of those that run: what is sure to be needed is not given away."""
-        if not self._waiting or len(self._running) >= self.max_num_seqs:
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Start waiting requests, in their turn, as long as all their known tokens and the next one fit
+        beside the known tokens of those that run: what is sure to be needed is not given away. The first that
+        doesn't fit ends it, however small those after it are."""
+        if self._waiting.first is None or len(self._running) >= self.max_num_seqs:
             return
         promised = self._num_promised_blocks()
-        while self._waiting and plan.budget and len(self._running) < self.max_num_seqs:
-            request = self._waiting.first
+        while plan.budget and len(self._running) < self.max_num_seqs and (request := self._waiting.first):
             num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
             if not self.cache.fits(promised + num_blocks, 1):
                 break
             length = min(request.num_tokens, plan.budget)
             self.cache.reserve(request, length)
             self._waiting.discard(request)
-            request.status = RequestStatus.RUNNING
-            self._running.add(request)
+            self._start_running(request)
             promised += num_blocks - len(request.block_ids)
             self._advance(plan, request, length)
+
+    def _may_run(self, request: Request) -> bool:
+        return len(self._running) < self.max_num_seqs and self._waiting.may_run(request)
+
+    def _start_running(self, request: Request) -> None:
+        """Give a waiting request, which is in no queue and has memory, all else that running ones have."""
+        request.status = RequestStatus.RUNNING
+        self._running.add(request)
+        self._waiting.start(request)
+        if request.adapter_id is not None and self.adapters.acquire(request.adapter_id) is None:
+            raise IntegrityError(f"request {request.id!r} starts and its adapter is in no slot")
+
+    def _stop_running(self, request: Request) -> None:
+        self._running.discard(request)
+        self._waiting.stop(request)
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
         needed, running = self.cache.blocks_needed, self._running
         return sum(needed(request, min(request.num_tokens, request.max_computed)) for request in running)
 
-    def _advance(self, plan: _Flight, request: Request, length: int) -> None:
+    def _advance(self, plan: StepPlan, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""
         start, end = request.num_computed, request.num_computed + length
         samples: tuple[str, ...] = ()
@@ -352,15 +340,27 @@ class Scheduler:
         request.num_computed = end
         request.last_step = plan.step_id
         plan.budget -= length
+        share = self._waiting.shares[request.adapter]
+        share.num_computed_tokens += length
+        adapter_slot = 0
+        if request.adapter_id is not None:
+            adapter_slot = self._turns.charge(request.adapter_id, share, length)
+            plan.adapter_slots.add(adapter_slot)
         has_state = start > 0 and request.state_slot > 0
-        blocks, slot = request.block_ids, request.state_slot
-        plan.sequences.append(ScheduledSequence(request.id, start, length, samples, has_state, blocks, slot))
+        blocks, slot, on_from = request.block_ids, request.state_slot, request.adapter_start
+        plan.sequences.append(
+            ScheduledSequence(
+                request.id, start, length, samples, has_state, blocks, slot, adapter_slot, on_from
+            )
+        )
 
     def _create_children(self, parent: Request) -> list[Request]:
         children = parent.children()
-        self._requests.update((child.id, child) for child in children)
+        for child in children:
+            self._requests[child.id] = child
+            self._waiting.open(child)
         if parent.max_computed > parent.num_prompt:
-            self._forks[parent.id] = _Fork(parent, list(children))
+            self._forks.add(parent, list(children))
         return children
 
     # ---- results
@@ -373,6 +373,7 @@ class Scheduler:
             raise ValueError(f"step_id: {step_id} is not the oldest step in flight")
         flight = self._in_flight.popleft()
         self.cache.step_finished(step_id)
+        self.adapters.step_finished(step_id)
         events = []
         for request in flight.draws:
             if request.status is RequestStatus.FINISHED:
@@ -380,11 +381,12 @@ class Scheduler:
             token = sampled[request.id]
             request.output_ids.append(token)
             request.num_pending -= 1
-            finish_reason = self._check_finished(request, token)
+            self._waiting.shares[request.adapter].num_generated_tokens += 1
+            finish_reason = self._limits.finish_reason(request, token)
             events.append(TokenEvent(request.id, token, finish_reason))
             if finish_reason is not None:
                 self._finish(request, finish_reason)
-            elif request.status is RequestStatus.WAITING and not self._will_fork(request):
+            elif request.status is RequestStatus.WAITING and not self._forks.waits(request):
                 self._queue_when_known(request)
         for request in flight.completed:
             if request.status is not RequestStatus.FINISHED:
@@ -394,59 +396,89 @@ class Scheduler:
             self.check_integrity()
         return events
 
-    def _check_finished(self, request: Request, token: int) -> FinishReason | None:
-        params = request.params
-        if len(request.output_ids) > params.min_tokens:
-            if token in params.stop_token_ids:
-                request.stop_reason = token
-                return FinishReason.STOP
-            if token in self._eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if request.num_known > request.max_computed else None
-
     def _finish(self, request: Request, finish_reason: FinishReason) -> None:
-        (self._running if request.status is RequestStatus.RUNNING else self._waiting).discard(request)
+        self._leave_queues(request)
+        self._waiting.close(request)
         del self._requests[request.id]
+        if not request.output_ids and (parent := self._requests.get(request.parent_id or "")):
+            parent.ended_children |= {request.index}
         request.status, request.finish_reason = RequestStatus.FINISHED, finish_reason
         request.num_pending = 0
-        fork = self._forks.get(request.parent_id or request.id)
-        if fork is not None and request is fork.parent:
-            return  # its children still need what it holds
-        self._release(request)
-        if fork is not None and request in fork.children:
-            fork.children.remove(request)
-            if not fork.children:
-                del self._forks[fork.parent.id]
-                if fork.parent.status is RequestStatus.FINISHED:
-                    self._release(fork.parent)
+        for one in self._forks.finish(request):
+            self._release(one)
+
+    def _leave_queues(self, request: Request) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._stop_running(request)
+        else:
+            self._waiting.discard(request)
 
     def _release(self, request: Request) -> None:
-        if request.block_ids or request.state_slot:
-            self._finished.append(request.id)
-            self.cache.release(request)
-
-    def _will_fork(self, request: Request) -> bool:
-        fork = self._forks.get(request.parent_id or "")
-        return fork is not None and request in fork.children
+        """Give up what only requests with memory hold."""
+        if not request.block_ids and not request.state_slot:
+            return
+        self._finished.append(request.id)
+        self.cache.release(request)
+        if request.adapter_id is not None:
+            self.adapters.release(request.adapter_id, request.last_step)
 
     def _queue_when_known(self, request: Request) -> None:
         """A waiting request whose last token is still being drawn is queued by the update that brings it."""
         if not request.num_pending:
             self._waiting.add(request)
 
+    # ---- adapters
+
+    def take_loads(self) -> list[AdapterLoad]:
+        """Loads that `schedule` has decided on since the last call, to be done in this order."""
+        return self._turns.take_loads()
+
+    def adapter_loaded(self, slot: int) -> None:
+        """The adapter of a load is in place."""
+        self.adapters.finish_load(slot, ok=True)
+
+    def adapter_failed(self, adapter_id: str, reason: str) -> list[TokenEvent]:
+        """An adapter can't be loaded: end all requests that wait for it, with `reason` as `stop_reason`."""
+        self.adapters.cancel_load(adapter_id)
+        waiting = [
+            request.id
+            for request in self._requests.values()
+            if request.adapter_id == adapter_id and request.status is RequestStatus.WAITING
+        ]
+        return [event for name in waiting for event in self.abort(name, stop_reason=reason)]
+
+    @property
+    def waiting_for_adapters(self) -> bool:
+        """Whether nothing can run before a load has ended, so that there is no point in `schedule` now."""
+        if not self._requests or self._in_flight or self._running or not self.adapters.num_loading:
+            return False
+        self._turns.refresh()
+        return self._waiting.first is None
+
+    def pin_adapter(self, adapter_id: str) -> None:
+        """Keep an adapter in its slot until `adapters.unpin`. ValueError where it has none, or where the
+        adapter of some request would find no room beside the pinned ones."""
+        self._turns.pin(adapter_id, {request.adapter_id for request in self._requests.values()})
+
+    def adapter_counters(self) -> Mapping[str, AdapterCounters]:
+        """By name (`FairQueue.counters`); requests for no adapter under BASE."""
+        return self._waiting.counters()
+
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless requests, queues and memory agree. Costs O(memory in use)."""
+        """Raise IntegrityError unless requests, queues, adapters and memory agree. Costs O(memory in use)."""
         self._running.check_integrity(RequestStatus.RUNNING)
-        self._waiting.check_integrity(RequestStatus.WAITING)
+        self._turns.check_integrity()
         if len(self._running) > self.max_num_seqs:
             raise IntegrityError(f"{len(self._running)} sequences run, max_num_seqs is {self.max_num_seqs}")
         queued = {request.id: request for request in (*self._running, *self._waiting)}
         if any(self._requests.get(name) is not request for name, request in queued.items()):
             raise IntegrityError("a request that has finished is queued")
         for request in self._requests.values():
-            if request.id not in queued and not request.num_pending and not self._will_fork(request):
+            if request.id not in queued and not request.num_pending and not self._forks.waits(request):
                 raise IntegrityError(f"request {request.id!r} is in no queue and nothing will put it there")
             if request.status is RequestStatus.WAITING and (request.block_ids or request.state_slot):
                 raise IntegrityError(f"request {request.id!r} is waiting, but holds memory")
-        ended = [fork.parent for fork in self._forks.values() if fork.parent.status is RequestStatus.FINISHED]
-        self.cache.check_integrity([*self._requests.values(), *ended])
+        holders = [*self._requests.values(), *self._forks.ended_parents]
+        self.cache.check_integrity(holders)
+        users = Counter(request.adapter_id for request in holders if request.block_ids or request.state_slot)
+        self.adapters.check_integrity({name: count for name, count in users.items() if name is not None})

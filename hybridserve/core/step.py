@@ -24,6 +24,10 @@ class ScheduledSequence(NamedTuple):
     block_ids: tuple[int, ...]
     state_slot: int
     """0 (the null slot) for a model without state."""
+    adapter_slot: int = 0
+    """0 for the base model."""
+    adapter_start: int = 0
+    """The position from which on the adapter is on."""
 
 
 class UnitCopy(NamedTuple):
@@ -48,11 +52,14 @@ class ScheduledStep:
     finished: tuple[str, ...] = ()
     """Ids that gave up their memory since the step before: finished, aborted or preempted (and perhaps back
     here)."""
+    adapter_generations: tuple[tuple[int, int], ...] = ()
+    """(slot, generation) of every adapter slot that the sequences use: a worker that holds another generation
+    would compute with the wrong adapter."""
 
     def __post_init__(self) -> None:
         names: set[str] = set()
         drawn: list[str] = []
-        for request_id, start, length, samples, has_state, block_ids, state_slot in self.sequences:
+        for request_id, start, length, samples, has_state, block_ids, state_slot, _, _ in self.sequences:
             names.add(request_id)
             drawn += samples
             if start < 0 or length < 1:

@@ -6,23 +6,28 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridserve.core.request import Request
 from hybridserve.core.scheduler import Scheduler
+from hybridserve.engine import scores
+from hybridserve.engine.adapters import EngineAdapters, create_store
 from hybridserve.engine.executor import Executor, LocalExecutor
 from hybridserve.engine.input_builder import BuiltStep, InputBuilder
 from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
+from hybridserve.engine.stats import EngineStats
 from hybridserve.models.config import eos_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.step import ScheduledStep
-    from hybridserve.engine.model_runner import StepOutput
     from hybridserve.engine.planner import EnginePlan
+
+T = TypeVar("T")
 
 NOT_FINITE = "the model's logits were not finite"
 """`stop_reason` of a request that was aborted because its row of logits held NaN or infinity."""
@@ -37,30 +42,24 @@ class _Live:
     first_scheduled: float | None = None
     first_token: float | None = None
     num_prompt_scored: int = 0
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, and where the time of steps went (seconds)."""
-
-    num_steps: int = 0
-    num_requests: int = 0
-    num_finished: int = 0
-    num_computed_tokens: int = 0
-    num_generated_tokens: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("schedule", "build", "forward", "sample", "update"), 0.0)
-    )
+    family: set[str] = field(default_factory=set)
+    """Ids of the live sequences of one request: a set that they share."""
 
 
 class EngineCore:
     """One scheduler, one builder, one executor. Not thread-safe: one caller drives it."""
 
     def __init__(
-        self, scheduler: Scheduler, builder: InputBuilder, executor: Executor, vocab_size: int
+        self,
+        scheduler: Scheduler,
+        builder: InputBuilder,
+        executor: Executor,
+        vocab_size: int,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.adapters = adapters or EngineAdapters(scheduler, executor)
         self.stats = EngineStats()
         self._vocab_size = vocab_size
         self._builder = builder
@@ -87,6 +86,8 @@ class EngineCore:
         `executor` is one that has loaded the model already; `buckets` pads steps (see `InputBuilder`).
         """
         eos = eos_token_ids(model_path)
+        executor = executor or LocalExecutor(model_path, plan)
+        store = create_store(config, plan, executor)
         scheduler = Scheduler(
             plan.layout,
             max_num_seqs=plan.max_num_seqs,
@@ -95,19 +96,20 @@ class EngineCore:
             policy=config.scheduler.policy,
             eos_token_ids=eos,
             check_integrity=config.cache.check_integrity,
+            adapters=None if plan.lora is None else plan.lora.slots(),
+            adapter_bytes=None if store is None else store.device_bytes,
+            fair_share=config.lora.fair_share,
+            max_running_per_adapter=config.lora.max_running_per_adapter,
         )
         builder = InputBuilder(
             block_size=plan.layout.block_size, seed=config.seed, eos_token_ids=eos, buckets=buckets
         )
-        return cls(scheduler, builder, executor or LocalExecutor(model_path, plan), plan.vocab_size)
+        adapters = EngineAdapters(scheduler, executor, store)
+        return cls(scheduler, builder, executor, plan.vocab_size, adapters)
 
     def check(self, request: EngineRequest) -> None:
         """ValueError, naming the field, for a request that makes no sense to this model or could never be
         served."""
-        if request.adapter is not None:
-            raise ValueError(
-                f"adapter: {request.adapter!r} is unknown; this engine serves the base model only"
-            )
         params, vocab_size = request.params, self._vocab_size
         for name, token_ids in (
             ("prompt", request.prompt_ids),
@@ -119,15 +121,29 @@ class EngineCore:
                     raise ValueError(
                         f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})"
                     )
-        self.scheduler.check(_as_request(request))
+        self.scheduler.check(self._as_sequence(request))
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that `check` accepts; ValueError for any other, and nothing changes."""
         self.check(request)
-        sequence = _as_request(request)
+        sequence = self._as_sequence(request)
         self.scheduler.add(sequence)
-        self._live[sequence.id] = _Live(sequence, request.arrival)
+        self.adapters.acquire(sequence)
+        self._live[sequence.id] = _Live(sequence, request.arrival, family={sequence.id})
         self.stats.num_requests += 1
+
+    def _as_sequence(self, request: EngineRequest) -> Request:
+        """Bound to what its adapter's name means now, whatever the name will mean later."""
+        adapter_id, adapter_start = self.adapters.bind(request.adapter, request.prompt_ids)
+        return Request(
+            id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            priority=request.priority,
+            adapter=request.adapter,
+            adapter_id=adapter_id,
+            adapter_start=adapter_start,
+        )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop one continuation of a request, or all of them. Unknown or finished ones are left alone."""
@@ -143,41 +159,45 @@ class EngineCore:
         usable: what was in flight is dropped, and its sequences compute again.
         """
         try:
+            self._finish_loads()
             while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
                 pass
             if self._in_flight:
                 self._finish_step()
+            elif not self._outbox and self.scheduler.waiting_for_adapters:
+                self.adapters.wait()
         except BaseException:
             self._restart()
             raise
         outputs, self._outbox = self._outbox, []
         return outputs
 
-    def gauges(self) -> dict[str, float]:
-        """Counters since the start and gauges of this moment."""
-        stats, scheduler = self.stats, self.scheduler
-        return {
-            "num_steps": stats.num_steps,
-            "num_requests": stats.num_requests,
-            "num_finished": stats.num_finished,
-            "num_computed_tokens": stats.num_computed_tokens,
-            "num_generated_tokens": stats.num_generated_tokens,
-            "num_preemptions": scheduler.counters.num_preemptions,
-            "num_running": scheduler.num_running,
-            "num_waiting": scheduler.num_waiting,
-            **{f"{phase}_seconds": seconds for phase, seconds in stats.seconds.items()},
-            **{f"cache_{name}": value for name, value in scheduler.cache.usage()._asdict().items()},
-            "cache_utilisation": scheduler.cache.usage().utilisation,
-        }
+    def gauges(self) -> dict[str, Any]:
+        """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
+        was used to its counters."""
+        return {**self.stats.gauges(self.scheduler), **self.adapters.gauges()}
+
+    def wait_for_load(self, future: Future[T]) -> T:
+        """The result of `adapters.load`, for a caller that has nothing else to do."""
+        while not future.done():
+            self.adapters.wait()
+            self._finish_loads()
+        return future.result()
 
     def close(self) -> None:
+        self.adapters.close()
         self.executor.close()
+
+    def _finish_loads(self) -> None:
+        for event in self.adapters.finish_loads():
+            self._emit(self._live[event.request_id].request)
 
     def _start_step(self) -> bool:
         begin = time.perf_counter()
         step = self.scheduler.schedule()
         scheduled = time.perf_counter()
         self.stats.seconds["schedule"] += scheduled - begin
+        self.adapters.start_loads()
         if step is None:
             return False
         built = self._builder.build(step, self.scheduler.requests)
@@ -190,7 +210,11 @@ class EngineCore:
             for request_id in seq.samples:
                 if request_id not in self._live:  # a continuation that forks here
                     child = self.scheduler.requests[request_id]
-                    self._live[request_id] = _Live(child, live.arrival, live.first_scheduled)
+                    self.adapters.acquire(child)
+                    live.family.add(request_id)
+                    self._live[request_id] = _Live(
+                        child, live.arrival, live.first_scheduled, family=live.family
+                    )
         self.executor.submit(built.input)
         self._in_flight.append((step, built))
         self.stats.num_steps += 1
@@ -203,14 +227,14 @@ class EngineCore:
         if result.step_id != step.step_id:
             raise RuntimeError(f"executor returned step {result.step_id}, expected {step.step_id}")
         sampled = dict(zip(built.sample_ids, result.token_ids, strict=True))
-        for request_id, scored in self._prompt_logprobs(built, result).items():
+        for request_id, scored in scores.of_prompts(built, result, self.scheduler.requests).items():
             live = self._live[request_id]
             live.num_prompt_scored += len(scored)
             self._emit(live.request, prompt_logprobs=scored)
         for request_id, token_id in sampled.items():
             if token_id < 0:
                 self._abort(request_id, NOT_FINITE)
-        logprobs = self._logprobs(built, result)
+        logprobs = scores.of_draws(built, result, self.scheduler.requests)
         now = time.monotonic()
         for event in self.scheduler.update(step.step_id, sampled):
             live = self._live[event.request_id]
@@ -229,7 +253,9 @@ class EngineCore:
         self._in_flight.clear()
         self.executor.reset()
         for request_id in self.scheduler.restart():
-            self._live.pop(request_id, None)
+            if live := self._live.pop(request_id, None):
+                live.family.discard(request_id)
+                self.adapters.release(live.request)
         self._builder.reset({name: live.num_prompt_scored for name, live in self._live.items()})
 
     def _abort(self, request_id: str, reason: str | None) -> None:
@@ -246,7 +272,10 @@ class EngineCore:
         metrics = None
         if request.finish_reason is not None:
             live = self._live.pop(request.id)
-            self.stats.num_finished += 1
+            live.family.discard(request.id)
+            self.adapters.release(request)
+            self.stats.num_finished_sequences += 1
+            self.stats.num_finished_requests += not live.family
             metrics = RequestMetrics(
                 arrival=live.arrival,
                 first_scheduled=live.first_scheduled,
@@ -267,40 +296,3 @@ class EngineCore:
                 metrics=metrics,
             )
         )
-
-    def _logprobs(self, built: BuiltStep, result: StepOutput) -> dict[str, TokenLogprobs]:
-        scored = result.logprobs
-        if scored is None:
-            return {}
-        found = {}
-        for place, row in enumerate(scored.rows):
-            live = self._live.get(built.sample_ids[row])
-            if live is not None and live.request.params.logprobs is not None:
-                found[live.request.id] = scored.at(place, result.token_ids[row], live.request.params.logprobs)
-        return found
-
-    def _prompt_logprobs(self, built: BuiltStep, result: StepOutput) -> dict[str, list[TokenLogprobs]]:
-        scored, wanted = result.prompt_logprobs, built.input.prompt_logprobs
-        if scored is None or wanted is None:
-            return {}
-        found = {}
-        place = 0
-        for request_id, count in built.prompt_spans:
-            live = self._live.get(request_id)
-            if live is not None and live.request.params.prompt_logprobs is not None:
-                num_top = live.request.params.prompt_logprobs
-                found[request_id] = [
-                    scored.at(at, int(wanted.targets[at]), num_top) for at in range(place, place + count)
-                ]
-            place += count
-        return found
-
-
-def _as_request(request: EngineRequest) -> Request:
-    return Request(
-        id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        params=request.params,
-        priority=request.priority,
-        adapter=request.adapter,
-    )

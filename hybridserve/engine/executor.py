@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridserve.engine.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.model_runner import StepOutput
     from hybridserve.engine.planner import EnginePlan
+    from hybridserve.layers.lora import AdaptableModule
+    from hybridserve.lora.adapter import Adapter
+
+
+StagedAdapter = Any
+"""What `stage_adapter` makes for `place_adapter`; only the executor knows what is in it."""
 
 
 class Executor(ABC):
@@ -35,6 +42,26 @@ class Executor(ABC):
     def close(self) -> None:
         """Release what the executor holds."""
 
+    # Adapters. An executor whose model was built without them is never asked.
+
+    @property
+    def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
+        """What rank 0 offers to adapters."""
+        return {}
+
+    def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> StagedAdapter:
+        """Bring every rank's share of an adapter to its device. Any thread may call it; it runs beside steps,
+        and leaves them time by calling `pause` often."""
+        raise NotImplementedError(f"{type(self).__name__} serves the base model only")
+
+    def place_adapter(self, slot: int, generation: int, staged: StagedAdapter) -> None:
+        """Let the steps that are submitted from now on find it in a slot that no unfinished step uses."""
+        raise NotImplementedError(f"{type(self).__name__} serves the base model only")
+
+    def clear_adapter(self, slot: int) -> None:
+        """Give back what a slot holds, if anything; no unfinished step uses it."""
+        raise NotImplementedError(f"{type(self).__name__} serves the base model only")
+
 
 class LocalExecutor(Executor):
     """One worker in the caller's own process and thread: a submitted step has run when `submit` returns."""
@@ -54,3 +81,16 @@ class LocalExecutor(Executor):
 
     def close(self) -> None:
         del self.worker
+
+    @property
+    def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
+        return self.worker.adaptable_modules
+
+    def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> StagedAdapter:
+        return self.worker.stage_adapter(adapter, pause)
+
+    def place_adapter(self, slot: int, generation: int, staged: StagedAdapter) -> None:
+        self.worker.place_adapter(slot, generation, staged)
+
+    def clear_adapter(self, slot: int) -> None:
+        self.worker.clear_adapter(slot)

@@ -76,6 +76,9 @@ class StepInput:
     block_table: np.ndarray  # [S, B] int32
     state_slots: np.ndarray  # [S] int64
     has_state: np.ndarray  # [S] bool
+    adapter_slots: np.ndarray  # [S] int64, 0 for the base model
+    adapter_start: np.ndarray  # [S] int64, the position from which on the adapter is on
+    adapter_generations: np.ndarray  # [K, 2] int64: slot, generation of every adapter slot in use
     pending: (
         np.ndarray
     )  # [Q, 2] int64: flat token index, row of the step before whose draw is this token's id
@@ -155,6 +158,13 @@ class InputBuilder:
             block_table=block_table,
             state_slots=np.array([seq.state_slot for seq in sequences] + [0] * num_padding, dtype=np.int64),
             has_state=np.array([seq.has_state for seq in sequences] + [False] * num_padding, dtype=np.bool_),
+            adapter_slots=np.array(
+                [seq.adapter_slot for seq in sequences] + [0] * num_padding, dtype=np.int64
+            ),
+            adapter_start=np.array(
+                [seq.adapter_start for seq in sequences] + [0] * num_padding, dtype=np.int64
+            ),
+            adapter_generations=np.array(step.adapter_generations, dtype=np.int64).reshape(-1, 2),
             pending=pending,
             sampling=sampling,
             prompt_logprobs=prompt_logprobs,

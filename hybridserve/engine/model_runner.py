@@ -14,10 +14,12 @@ from hybridserve.engine.sampler import LogprobsOutput
 from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.layers.context import ForwardContext
+from hybridserve.lora.batch import make_batch, select
 
 if TYPE_CHECKING:
     from hybridserve.engine.arena import Arena
     from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.models.base import CausalLM
 
 PROMPT_LOGPROBS_ROWS = 128
@@ -52,13 +54,14 @@ class ModelRunner:
     def execute(self, step: StepInput) -> StepOutput:
         start = time.perf_counter()
         self._copy_units(step)
-        hidden = self.model(self._input_ids(step), self._context(step))
+        context = self._context(step)
+        hidden = self.model(self._input_ids(step), context)
         forwarded = time.perf_counter()
         output = StepOutput(step.step_id, [])
         if step.prompt_logprobs is not None:
-            output.prompt_logprobs = self._prompt_logprobs(hidden, step.prompt_logprobs)
+            output.prompt_logprobs = self._prompt_logprobs(hidden, step.prompt_logprobs, context.lora)
         if step.sampling is not None:
-            logits = self.model.logits(hidden[self._to_device(step.sampling.rows)])
+            logits = self._logits(hidden, step.sampling.rows, context.lora)
             self._drawn, output.logprobs = sampler.sample(logits, step.sampling)
             output.token_ids = self._drawn.tolist()
         output.forward_seconds = forwarded - start
@@ -101,14 +104,22 @@ class ModelRunner:
             attention=self._attention.prepare(attention),
             ssm=self._ssm.prepare(ssm),
             caches=self.arena.views,
+            lora=make_batch(
+                step.adapter_slots, step.adapter_start, step.query_start, step.positions, self._device
+            ),
         )
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, wanted: PromptLogprobsInput) -> LogprobsOutput:
+    def _logits(self, hidden: torch.Tensor, rows: np.ndarray, lora: LoraBatch | None) -> torch.Tensor:
+        return self.model.logits(hidden[self._to_device(rows)], select(lora, rows))
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, wanted: PromptLogprobsInput, lora: LoraBatch | None
+    ) -> LogprobsOutput:
         parts = []
         for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
             rows = wanted.rows[first : first + PROMPT_LOGPROBS_ROWS]
             targets = self._to_device(wanted.targets[first : first + PROMPT_LOGPROBS_ROWS])
-            logits = self.model.logits(hidden[self._to_device(rows)])
+            logits = self._logits(hidden, rows, lora)
             parts.append(sampler.logprobs(logits, targets, wanted.num_top, rows.tolist()))
         return LogprobsOutput.concatenate(parts)
 

@@ -16,11 +16,17 @@ import torch
 
 from hybridserve.core.cache_spec import MIN_SLABS, CacheLayout
 from hybridserve.distributed.tp import TPGroup
-from hybridserve.kernels.registry import Capabilities, select
+from hybridserve.engine.adapter_plan import LoraPlan, initial_adapters, plan_lora
+from hybridserve.engine.quantization_plan import QuantizationPlan, plan_quantization
+from hybridserve.engine.units import UNITS, count_text, size_text
+from hybridserve.kernels.registry import AUTO, EXACT, Capabilities, select
 from hybridserve.layers.context import BuildContext
+from hybridserve.layers.lora import LoraRegistry
 from hybridserve.models.config import checkpoint_dtype, load_hf_config
 from hybridserve.models.registry import build_model
-from hybridserve.quant.unquantized import UnquantizedFormat
+from hybridserve.quant.compressed_tensors import read_config, resolve
+from hybridserve.quant.policy import Quantization
+from hybridserve.quant.registry import make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,15 +34,16 @@ if TYPE_CHECKING:
     from hybridserve.config.schema import EngineConfig
     from hybridserve.kernels.attention.interface import AttentionBackend
     from hybridserve.kernels.gemm.interface import GemmBackend
+    from hybridserve.kernels.lora.interface import LoraBackend
     from hybridserve.kernels.moe.interface import MoEBackend
+    from hybridserve.kernels.pointwise.interface import PointwiseBackend
     from hybridserve.kernels.ssm.interface import SSMBackend
 
-OPERATORS = ("attention", "ssm", "gemm", "moe")
+OPERATORS = ("attention", "ssm", "gemm", "moe", "pointwise", "lora")
+"""The last one has a backend only where adapters may be loaded."""
 
 UNLIMITED_MODEL_LEN = 1 << 20
 """`max_model_len` of a model that sets no limit of its own (pure state models)."""
-
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,10 @@ class EnginePlan:
     parameters_active: int
     """Parameters read a token; the input embedding, of which one row is read, is left out."""
     weight_bytes: int
+    quantization: QuantizationPlan | None
+    """None: nothing is quantized."""
+    lora: LoraPlan | None
+    """None: the model is built without a place for adapters."""
 
     @property
     def arena_bytes(self) -> int:
@@ -96,6 +107,7 @@ class EnginePlan:
             "parameters_total": self.parameters_total,
             "parameters_active": self.parameters_active,
             "weight_bytes_per_gpu": self.weight_bytes,
+            "quantization": None if self.quantization is None else self.quantization.to_dict(),
             "kv_bytes_per_token_per_gpu": self.kv_bytes_per_token,
             "state_bytes_per_sequence_per_gpu": self.layout.bytes_per_slot,
             "arena_bytes_per_gpu": self.arena_bytes,
@@ -106,6 +118,7 @@ class EnginePlan:
             "blocks_per_slab": self.layout.blocks_per_slab,
             "slots_per_slab": self.layout.slots_per_slab,
             "capacity": [{"tokens": tokens, "sequences": count} for tokens, count in self.capacity()],
+            "lora": None if self.lora is None else self.lora.to_dict(),
             "backends": {op: asdict(choice) for op, choice in self.backends.items()},
         }
 
@@ -121,12 +134,13 @@ class EnginePlan:
             ("model", f"{self.model} ({self.architecture}), {self.dtype} on {self.device}"),
             (
                 "weights",
-                f"{_size(self.weight_bytes)}, {_count(self.parameters_total)} parameters, "
-                f"{_count(self.parameters_active)} read a token",
+                f"{size_text(self.weight_bytes)}, {count_text(self.parameters_total)} parameters, "
+                f"{count_text(self.parameters_active)} read a token",
             ),
+            *(self.quantization.rows() if self.quantization is not None else ()),
             (
                 "arena",
-                f"{_size(self.arena_bytes)}: {layout.num_slabs} slabs of {_size(layout.slab_bytes)}, "
+                f"{size_text(self.arena_bytes)}: {layout.num_slabs} slabs of {size_text(layout.slab_bytes)}, "
                 f"each {' or '.join(per_slab)}",
             ),
         ]
@@ -134,19 +148,21 @@ class EnginePlan:
             rows.append(
                 (
                     "block",
-                    f"{layout.block_size} tokens, {_size(layout.bytes_per_block)} "
-                    f"({_size(self.kv_bytes_per_token)} a token), {self.cache_dtype}",
+                    f"{layout.block_size} tokens, {size_text(layout.bytes_per_block)} "
+                    f"({size_text(self.kv_bytes_per_token)} a token), {self.cache_dtype}",
                 )
             )
         if layout.slots_per_slab:
             rows.append(
-                ("slot", f"{_size(layout.bytes_per_slot)} a sequence, recurrent state {self.state_dtype}")
+                ("slot", f"{size_text(layout.bytes_per_slot)} a sequence, recurrent state {self.state_dtype}")
             )
         fits = ", ".join(f"{count:,} x {tokens:,}" for tokens, count in self.capacity())
         rows.append(("fits", f"{fits} tokens"))
         rows.append(
             ("limits", f"{self.max_num_seqs} sequences, {self.max_num_batched_tokens:,} tokens a step")
         )
+        if self.lora is not None:
+            rows += self.lora.rows()
         for op, choice in self.backends.items():
             why = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
             rows.append((op, choice.name + (f" ({why})" if why else "")))
@@ -160,17 +176,24 @@ def make_plan(config: EngineConfig, model_path: Path) -> EnginePlan:
     hf_config = load_hf_config(model_path)
     device = "cpu"
     dtype = checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype
-    backends = _choose_backends(config, Capabilities(device=device, dtype=dtype))
+    adapters = initial_adapters(config)
+    has_lora = bool(adapters) or config.lora.allow_runtime_loading
+    wanted = resolve(config.quantization.format, config.quantization.targets, read_config(hf_config))
+    capabilities = Capabilities(device=device, dtype=dtype, weights=wanted.format)
+    backends = _choose_backends(config, capabilities, has_lora=has_lora)
     cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
     context = _build_context(
         {op: choice.name for op, choice in backends.items()},
-        Capabilities(device=device, dtype=dtype),
+        capabilities,
         cache_dtype,
         config.cache.state_dtype,
         config.max_model_len,
         torch.device("meta"),
+        config.lora.max_loaded,
+        wanted,
     )
     model = build_model(hf_config, context)
+    quantization = plan_quantization(context)
     max_model_len = _max_model_len(config.max_model_len, model.max_position_embeddings)
     layout = _layout(config, context, max_model_len)
     return EnginePlan(
@@ -189,18 +212,37 @@ def make_plan(config: EngineConfig, model_path: Path) -> EnginePlan:
         parameters_total=context.weights.num_parameters,
         parameters_active=round(context.weights.num_active_parameters),
         weight_bytes=context.weights.num_bytes,
+        quantization=quantization,
+        lora=plan_lora(config, adapters, context),
     )
 
 
 def build_context(plan: EnginePlan, device: torch.device) -> BuildContext:
     """What layers are built from, as the plan says."""
+    quantization = Quantization() if plan.quantization is None else plan.quantization.quantization
     return _build_context(
         {op: choice.name for op, choice in plan.backends.items()},
-        Capabilities(device=plan.device, dtype=plan.dtype),
+        Capabilities(device=plan.device, dtype=plan.dtype, weights=quantization.format),
         plan.cache_dtype,
         plan.state_dtype,
         plan.max_model_len,
         device,
+        0 if plan.lora is None else plan.lora.num_slots,
+        quantization,
+    )
+
+
+def bare_context(dtype: str, quantization: Quantization) -> BuildContext:
+    """For a model that is only looked at: no memory, nothing to compute."""
+    return _build_context(
+        {op: "reference" for op in OPERATORS if op != "lora"},
+        Capabilities(device="cpu", dtype=dtype),
+        dtype,
+        "float32",
+        None,
+        torch.device("meta"),
+        0,
+        quantization,
     )
 
 
@@ -211,27 +253,41 @@ def _build_context(
     state_dtype: str,
     max_model_len: int | None,
     device: torch.device,
+    num_adapter_slots: int,
+    quantization: Quantization,
 ) -> BuildContext:
-    backends = {op: select(op, chosen[op], capabilities).backend for op in OPERATORS}
+    backends = {op: select(op, name, capabilities).backend for op, name in chosen.items()}
     moe = cast("MoEBackend", backends["moe"])
+    lora = None
+    if "lora" in backends:
+        lora = LoraRegistry(cast("LoraBackend", backends["lora"]), num_adapter_slots)
     return BuildContext(
         dtype=getattr(torch, capabilities.dtype),
         device=device,
         tp=TPGroup.single(),
-        format=UnquantizedFormat(cast("GemmBackend", backends["gemm"]), moe),
+        formats=make_policy(quantization, cast("GemmBackend", backends["gemm"]), moe, capabilities),
         attention=cast("AttentionBackend", backends["attention"]),
         ssm=cast("SSMBackend", backends["ssm"]),
         moe=moe,
+        pointwise=cast("PointwiseBackend", backends["pointwise"]),
         cache_dtype=cache_dtype,
         state_dtype=state_dtype,
         max_model_len=max_model_len,
+        lora=lora,
     )
 
 
-def _choose_backends(config: EngineConfig, capabilities: Capabilities) -> dict[str, BackendChoice]:
+def _choose_backends(
+    config: EngineConfig, capabilities: Capabilities, *, has_lora: bool
+) -> dict[str, BackendChoice]:
     chosen = {}
     for op in OPERATORS:
-        choice = select(op, getattr(config.kernels, op), capabilities)
+        if op == "lora" and not has_lora:
+            continue
+        wanted = getattr(config.kernels, op)
+        if op == "moe" and wanted == AUTO and config.kernels.gemm == EXACT:
+            wanted = EXACT
+        choice = select(op, wanted, capabilities)
         chosen[op] = BackendChoice(choice.name, choice.rejected)
     return chosen
 
@@ -264,13 +320,13 @@ def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> 
     total = total_memory()
     if cache.memory_bytes is not None:
         budget = cache.memory_bytes
-        source = f"cache.memory_bytes: {_size(budget)}"
+        source = f"cache.memory_bytes: {size_text(budget)}"
         if budget > total:
-            raise ValueError(f"{source} is more than the {_size(total)} of memory that this machine has")
+            raise ValueError(f"{source} is more than the {size_text(total)} of memory that this machine has")
     else:
         free = max(available_memory() - context.weights.num_bytes, 0)
         budget = int(cache.memory_fraction * free)
-        source = f"cache.memory_fraction: {cache.memory_fraction} of {_size(free)} free memory"
+        source = f"cache.memory_fraction: {cache.memory_fraction} of {size_text(free)} free memory"
     if (fits := longest(budget)) < max_model_len:
         needed = _smallest_size(lambda arena_bytes: longest(arena_bytes) >= max_model_len)
         if not fits:
@@ -304,7 +360,7 @@ def _smallest_size(is_enough: Callable[[int], bool]) -> str:
         else:
             too_few = middle
     unit, num_bytes = next(
-        (unit, num_bytes) for unit, num_bytes in reversed(_UNITS.items()) if num_bytes <= enough
+        (unit, num_bytes) for unit, num_bytes in reversed(UNITS.items()) if num_bytes <= enough
     )
     tenths = math.ceil(enough * 10 / num_bytes)
     while not is_enough(int(tenths / 10 * num_bytes)):  # a larger arena is cut into other slabs
@@ -331,18 +387,3 @@ def available_memory() -> int:
         # cached pages of files count as used, but make room when it is needed
         available = min(available, limit - used + int(stat["inactive_file"]))
     return max(available, 0)
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    unit, scale = next((unit, scale) for unit, scale in reversed(_UNITS.items()) if scale <= num_bytes)
-    return f"{num_bytes / scale:.1f} {unit}"
-
-
-def _count(number: float) -> str:
-    for unit in ("", " K", " M"):
-        if number < 1000:
-            return f"{number:.0f}{unit}" if unit == "" else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f} B"

@@ -1,5 +1,5 @@
-"""One rank: a device, this rank's share of the weights, and its arena. Stateless between steps but for those
-(D6)."""
+"""One rank: a device, this rank's share of the weights and of the adapters that are loaded, and its arena.
+Stateless between steps but for those (D6)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,77 @@ import torch
 from hybridserve.engine.arena import Arena
 from hybridserve.engine.model_runner import ModelRunner, StepOutput
 from hybridserve.engine.planner import EnginePlan, build_context
+from hybridserve.lora.layers import PlacedAdapter, place_adapter, remove
 from hybridserve.models.weights import load_model
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from hybridserve.engine.input_builder import StepInput
+    from hybridserve.layers.lora import AdaptableModule
+    from hybridserve.lora.adapter import Adapter
 
 
 class Worker:
-    """Loads the model as the plan says, then executes steps."""
+    """Loads the model as the plan says, then executes steps. What it knows of an adapter is its slot, and the
+    generation of what is in there."""
 
     def __init__(self, model_path: Path, plan: EnginePlan) -> None:
         context = build_context(plan, torch.device(plan.device))
         model = load_model(model_path, context)
         self.arena = Arena(plan.layout, context.device)
         self.runner = ModelRunner(model, self.arena, context.attention, context.ssm)
+        self._context = context
+        self._poison_freed = plan.lora is not None and plan.lora.poison_freed
+        self._adapters: dict[int, tuple[int, PlacedAdapter]] = {}
 
     def execute(self, step: StepInput) -> StepOutput:
+        """RuntimeError, and nothing has run, for a step that was planned with another adapter in a slot than
+        there is."""
+        self.check_adapters(step)
         return self.runner.execute(step)
+
+    def check_adapters(self, step: StepInput) -> None:
+        for slot, generation in step.adapter_generations.tolist():
+            held = self._adapters.get(slot)
+            if held is None or held[0] != generation:
+                raise RuntimeError(
+                    f"step {step.step_id} needs generation {generation} of adapter slot {slot}, which holds "
+                    f"{'nothing' if held is None else f'generation {held[0]}'}"
+                )
+
+    @property
+    def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
+        return {} if self._context.lora is None else self._context.lora.modules
+
+    @property
+    def adapter_bytes(self) -> int:
+        """What the adapters in slots take of the device."""
+        return sum(placed.num_bytes for _, placed in self._adapters.values())
+
+    def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> PlacedAdapter:
+        """Cut, cast and copy this rank's share to the device. Touches no slot, so any thread may call it."""
+        context = self._context
+        modules = self.adaptable_modules
+        return place_adapter(adapter, modules, context.dtype, context.device, context.tp, pause)
+
+    def place_adapter(self, slot: int, generation: int, placed: PlacedAdapter) -> None:
+        """Again, if it was interrupted. RuntimeError for a slot that still holds another adapter."""
+        assert self._context.lora is not None
+        held = self._adapters.get(slot)
+        if held is not None and held[1] is not placed:
+            raise RuntimeError(f"adapter slot {slot} was not cleared before it was given to another adapter")
+        remove(slot, self._context.lora.tables)
+        placed.install(slot)
+        self._adapters[slot] = (generation, placed)
+
+    def clear_adapter(self, slot: int) -> None:
+        """Nothing is left in the slot, nor, where integrity is checked, in the memory that it had."""
+        held = self._adapters.pop(slot, None)
+        if held is None:
+            return
+        assert self._context.lora is not None
+        remove(slot, self._context.lora.tables)
+        if self._poison_freed:
+            held[1].poison()

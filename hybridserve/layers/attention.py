@@ -62,7 +62,7 @@ class Attention:
         self, x: torch.Tensor, context: ForwardContext, rotation: Rotation | None = None
     ) -> torch.Tensor:
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        heads = self.qkv_proj(x, context.lora).view(len(x), -1, self.head_dim)
         if rotation is None:
             query, key, value = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         else:
@@ -72,4 +72,4 @@ class Attention:
         out = self.backend.forward(
             query, key, value, cache, context.attention, scale=self.scale, window=self.window
         )
-        return self.o_proj(out.reshape(len(x), -1))
+        return self.o_proj(out.reshape(len(x), -1), context.lora)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheSpec
     from hybridserve.distributed.tp import TPGroup
     from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.kernels.moe.interface import MoEBackend
+    from hybridserve.kernels.pointwise.interface import PointwiseBackend
     from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
-    from hybridserve.quant.format import WeightFormat
+    from hybridserve.layers.lora import LoraRegistry
+    from hybridserve.quant.policy import FormatPolicy
 
 CacheView = torch.Tensor | tuple[torch.Tensor, ...]
 """What one remembering layer sees of the arena: a KV view [num_blocks, 2, block_size, num_kv_heads,
@@ -33,10 +36,11 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     tp: TPGroup
-    format: WeightFormat
+    formats: FormatPolicy
     attention: AttentionBackend
     ssm: SSMBackend
     moe: MoEBackend
+    pointwise: PointwiseBackend
     cache_dtype: str
     state_dtype: str
     cache_specs: list[CacheSpec] = field(default_factory=list)
@@ -44,6 +48,8 @@ class BuildContext:
     """Longest sequence that will be served; None: the longest that the checkpoint was made for. Only scalings
     of RoPE that choose their frequencies by length (dynamic, longrope) care."""
     weights: ModelWeights = field(default_factory=ModelWeights)
+    lora: LoraRegistry | None = None
+    """Where layers offer their modules to adapters; None: nothing can be adapted."""
 
     def register_cache(self, spec: CacheSpec) -> int:
         """Returns the index of this layer's views in `ForwardContext.caches`."""
@@ -65,3 +71,5 @@ class ForwardContext:
     attention: AttentionMetadata
     ssm: SSMMetadata
     caches: list[CacheView]
+    lora: LoraBatch | None
+    """Which rows use which adapter; None: no row uses any."""

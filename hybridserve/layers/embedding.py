@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridserve.layers.linear import EVERYTHING
-from hybridserve.quant.format import Shard
+from hybridserve.layers.lora import AdaptableModule, OutputPart
+from hybridserve.quant.format import Shard, Source, WeightFormat
 
 if TYPE_CHECKING:
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext
 
 
@@ -46,21 +48,46 @@ class VocabParallelEmbedding:
         context.weights.expect(f"{name}.weight", shape, self._load, active=float(tied))
         for alias in aliases:
             context.weights.accept(f"{alias}.weight", shape, self._load, covers=(f"{name}.weight",))
+        self.lora = context.lora
+        if context.lora is not None:
+            self.table = context.lora.create_table()
+            context.lora.offer(
+                AdaptableModule(
+                    name=name,
+                    kind="embedding",
+                    out_features=hidden_size,
+                    in_features=vocab_size,
+                    table=self.table,
+                    outputs=(OutputPart(slice(0, hidden_size), 0),),
+                    inputs=self.rows.source,
+                    base=lambda: self.weight[: self.rows.num_real].t(),
+                    partial=True,
+                )
+            )
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         if self.tp.size == 1:
-            return torch.embedding(self.weight, input_ids)
+            hidden = torch.embedding(self.weight, input_ids)
+            self._adapt(hidden, input_ids, lora)
+            return hidden
         local = input_ids - self.rows.first
         elsewhere = (local < 0) | (local >= self.rows.num_real)
         hidden = torch.embedding(self.weight, local.masked_fill(elsewhere, 0))
-        return self.tp.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        hidden.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        self._adapt(hidden, local.masked_fill(elsewhere, -1), lora)
+        return self.tp.all_reduce(hidden)
+
+    def _adapt(self, hidden: torch.Tensor, local_ids: torch.Tensor, lora: LoraBatch | None) -> None:
+        """Add to this rank's summand: rows of other ranks (-1) are zero here, and so is their gain."""
+        if lora is not None and self.lora is not None:
+            self.lora.backend.add_embedding(hidden, local_ids, self.table, lora)
 
     def _load(self, tensor: torch.Tensor) -> None:
         self.weight[: self.rows.num_real].copy_(tensor[self.rows.source])
 
 
 class LMHead:
-    """[R, hidden] -> logits [R, vocab] in float32, whole on every rank; never quantized."""
+    """[R, hidden] -> logits [R, vocab] in float32, whole on every rank."""
 
     def __init__(
         self,
@@ -74,25 +101,45 @@ class LMHead:
         self.tp = context.tp
         self.vocab_size = vocab_size
         self.rows = VocabSlice(context, vocab_size)
-        self.format = context.format.plain
+        formats = context.formats
+        self.format: WeightFormat = formats.plain
+        if tied_to is None:
+            self.format = formats.linear([name], "delicate")
         shape = (vocab_size, hidden_size)
         if tied_to is None:
             self.weights = self.format.create_linear(
                 self.rows.num_rows, hidden_size, context.dtype, context.device
             )
             context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
-            context.weights.expect(f"{name}.weight", shape, self._load)
+            context.weights.expect(f"{name}.weight", shape, self._load, load_scaled=self._load)
+            context.weights.finishers.append(partial(self.format.finish_linear, self.weights))
         else:
-            self.weights = self.format.wrap_linear(tied_to.weight)
+            self.weights = formats.plain.wrap_linear(tied_to.weight)
             check = partial(self._check_tied, f"{name}.weight", tied_to)
             context.weights.accept(f"{name}.weight", shape, check, covers=(), last=True)
-        context.weights.finishers.append(partial(self.format.finish_linear, self.weights))
+        self.lora = context.lora
+        if context.lora is not None:
+            self.table = context.lora.create_table()
+            context.lora.offer(
+                AdaptableModule(
+                    name=name,
+                    kind="linear",
+                    out_features=vocab_size,
+                    in_features=hidden_size,
+                    table=self.table,
+                    outputs=(OutputPart(self.rows.source, 0),),
+                    inputs=slice(0, hidden_size),
+                    base=lambda: self.format.dequantize_linear(self.weights)[: self.rows.num_real],
+                )
+            )
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.tp.all_gather(self.format.apply_linear(hidden, self.weights, None))
-        return logits[:, : self.vocab_size].float()
+    def __call__(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        local = self.format.apply_linear(hidden, self.weights, None)
+        if lora is not None and self.lora is not None:
+            self.lora.backend.add(local, hidden, self.table, lora)
+        return self.tp.all_gather(local)[:, : self.vocab_size].float()
 
-    def _load(self, tensor: torch.Tensor) -> None:
+    def _load(self, tensor: Source) -> None:
         shard = Shard((self.rows.source, EVERYTHING), (slice(0, self.rows.num_real), EVERYTHING))
         self.format.load_linear(self.weights, tensor, shard)
 

@@ -1,7 +1,7 @@
 """Projections: which rows of which checkpoint tensors make up a weight, and which of them this rank holds.
 
-`OutputSlices` is the one description of a merged projection that loading and tensor parallelism share. How a
-weight is stored and multiplied belongs to the weight format; what the rows mean, to the mixers.
+`OutputSlices` is the one description of a merged projection that loading, tensor parallelism and adapters
+share. How a weight is stored and multiplied belongs to the weight format; what the rows mean, to the mixers.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from hybridserve.distributed.tp import TPGroup
-from hybridserve.quant.format import Shard, WeightFormat
+from hybridserve.layers.lora import AdaptableModule, OutputPart
+from hybridserve.quant.format import Shard, Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext
+    from hybridserve.layers.lora import LoraRegistry
+    from hybridserve.quant.policy import Role
 
 EVERYTHING = slice(None)
 
@@ -96,12 +100,13 @@ class Projection:
         *,
         bias: bool = False,
         keep_bias: bool = True,
-        weight_format: WeightFormat | None = None,
+        partial_sum: bool = False,
+        role: Role = "mixer",
     ) -> None:
         """`name` is that of the module which holds the checkpoint modules of `outputs`; `inputs` is this
         rank's part of the input axis. With `keep_bias` off the checkpoint's bias is read and dropped: another
-        rank adds it."""
-        self.format = weight_format or context.format
+        rank adds it. `partial_sum`: the ranks' results will be summed."""
+        self.format = context.formats.linear([f"{name}.{module}" for module in outputs.module_rows], role)
         self.outputs = outputs
         self.bias = context.allocate(outputs.num_rows) if bias and keep_bias else None
         local_inputs = inputs.stop - inputs.start
@@ -111,16 +116,47 @@ class Projection:
         context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
         for module, num_rows in outputs.module_rows.items():
             load = partial(self._load, module, inputs)
-            context.weights.expect(f"{name}.{module}.weight", (num_rows, num_inputs), load)
+            shape = (num_rows, num_inputs)
+            context.weights.expect(f"{name}.{module}.weight", shape, load, load_scaled=load)
             if bias:
                 context.weights.expect(f"{name}.{module}.bias", (num_rows,), partial(self._load_bias, module))
         context.weights.finishers.append(partial(self.format.finish_linear, self.weights))
+        self.lora = context.lora
+        if context.lora is not None:
+            self.table = context.lora.create_table()
+            self._offer(context.lora, name, num_inputs, inputs, partial_sum)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """x [T, local inputs] -> [T, local rows]."""
-        return self.format.apply_linear(x, self.weights, self.bias)
+        y = self.format.apply_linear(x, self.weights, self.bias)
+        if lora is not None and self.lora is not None:
+            self.lora.backend.add(y, x, self.table, lora, self.bias)
+        return y
 
-    def _load(self, module: str, inputs: slice, tensor: torch.Tensor) -> None:
+    def _offer(
+        self, registry: LoraRegistry, name: str, num_inputs: int, inputs: slice, partial_sum: bool
+    ) -> None:
+        for module, num_rows in self.outputs.module_rows.items():
+            mine = [place for place in self.outputs.placements if place.module == module]
+            registry.offer(
+                AdaptableModule(
+                    name=f"{name}.{module}",
+                    kind="linear",
+                    out_features=num_rows,
+                    in_features=num_inputs,
+                    table=self.table,
+                    outputs=tuple(OutputPart(place.source, place.destination.start) for place in mine),
+                    inputs=inputs,
+                    base=partial(self._base, [place.destination for place in mine]),
+                    partial=partial_sum,
+                )
+            )
+
+    def _base(self, rows: list[slice]) -> torch.Tensor:
+        weight = self.format.dequantize_linear(self.weights)
+        return torch.cat([weight[part] for part in rows])
+
+    def _load(self, module: str, inputs: slice, tensor: Source) -> None:
         for name, source, destination in self.outputs.placements:
             if name == module:
                 shard = Shard((source, inputs), (destination, EVERYTHING))
@@ -135,15 +171,13 @@ class Projection:
 
 
 class ReplicatedLinear(Projection):
-    """A projection that every rank holds whole, in the plain format: a router is too small to cut."""
+    """A projection that every rank holds whole: a router is too small to cut."""
 
     def __init__(
         self, context: BuildContext, name: str, module: str, num_inputs: int, num_outputs: int
     ) -> None:
         outputs = OutputSlices(name, [OutputSlice(module, num_outputs)], TPGroup.single())
-        super().__init__(
-            context, name, outputs, num_inputs, slice(0, num_inputs), weight_format=context.format.plain
-        )
+        super().__init__(context, name, outputs, num_inputs, slice(0, num_inputs), role="delicate")
 
 
 class ColumnParallelLinear(Projection):
@@ -157,9 +191,10 @@ class ColumnParallelLinear(Projection):
         num_inputs: int,
         *,
         bias: bool = False,
+        role: Role = "mixer",
     ) -> None:
         outputs = OutputSlices(name, slices, context.tp)
-        super().__init__(context, name, outputs, num_inputs, slice(0, num_inputs), bias=bias)
+        super().__init__(context, name, outputs, num_inputs, slice(0, num_inputs), bias=bias, role=role)
 
 
 class RowParallelLinear:
@@ -175,14 +210,23 @@ class RowParallelLinear:
         *,
         unit: int = 1,
         bias: bool = False,
+        role: Role = "mixer",
     ) -> None:
         outputs = OutputSlices(name, [OutputSlice(module, num_outputs)], TPGroup.single())
         inputs = cut(f"{name}.{module}", num_inputs, context.tp, unit=unit)
         self.tp = context.tp
         self.projection = Projection(
-            context, name, outputs, num_inputs, inputs, bias=bias, keep_bias=context.tp.rank == 0
+            context,
+            name,
+            outputs,
+            num_inputs,
+            inputs,
+            bias=bias,
+            keep_bias=context.tp.rank == 0,
+            partial_sum=True,
+            role=role,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         """x [T, local inputs] -> [T, outputs], the same on every rank."""
-        return self.tp.all_reduce(self.projection(x))
+        return self.tp.all_reduce(self.projection(x, lora))

@@ -38,8 +38,12 @@ class MambaMixer:
     ) -> None:
         slices = [OutputSlice("in_proj", inner_size), OutputSlice("in_proj", inner_size)]
         self.in_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=proj_bias)
-        self.x_proj = RowParallelLinear(context, name, "x_proj", inner_size, dt_rank + 2 * state_size)
-        self.dt_proj = ColumnParallelLinear(context, name, [OutputSlice("dt_proj", inner_size)], dt_rank)
+        self.x_proj = RowParallelLinear(
+            context, name, "x_proj", inner_size, dt_rank + 2 * state_size, role="delicate"
+        )
+        self.dt_proj = ColumnParallelLinear(
+            context, name, [OutputSlice("dt_proj", inner_size)], dt_rank, role="delicate"
+        )
         self.out_proj = RowParallelLinear(context, name, "out_proj", inner_size, hidden_size, bias=proj_bias)
         self.sizes = (dt_rank, state_size, state_size)
         self.norm: SegmentedRMSNorm | None = None
@@ -58,17 +62,17 @@ class MambaMixer:
 
     def __call__(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         conv_state, ssm_state = cast("tuple[torch.Tensor, torch.Tensor]", context.caches[self.cache])
-        backend, metadata = self.backend, context.ssm
-        u, z = self.in_proj(x).chunk(2, -1)
+        backend, metadata, lora = self.backend, context.ssm, context.lora
+        u, z = self.in_proj(x, lora).chunk(2, -1)
         u = backend.causal_conv1d(u, self.conv_weight, self.conv_bias, conv_state, metadata)
-        selection = self.x_proj(u)
+        selection = self.x_proj(u, lora)
         if self.norm is not None:
             selection = self.norm(selection)
         dt, B, C = torch.split_with_sizes(selection, self.sizes, -1)
         y = backend.selective_scan(
-            u, self.dt_proj(dt), self.A, B, C, self.D, z, self.dt_bias, ssm_state, metadata
+            u, self.dt_proj(dt, lora), self.A, B, C, self.D, z, self.dt_bias, ssm_state, metadata
         )
-        return self.out_proj(y)
+        return self.out_proj(y, lora)
 
     def _create_parameters(
         self,

@@ -11,6 +11,7 @@ from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowPara
 if TYPE_CHECKING:
     import torch
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext
 
 
@@ -27,11 +28,11 @@ class GatedMLP:
         bias: bool = False,
     ) -> None:
         slices = [OutputSlice("gate_proj", intermediate_size), OutputSlice("up_proj", intermediate_size)]
-        self.gate_up_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=bias)
+        self.gate_up_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=bias, role="mlp")
         self.down_proj = RowParallelLinear(
-            context, name, "down_proj", intermediate_size, hidden_size, bias=bias
+            context, name, "down_proj", intermediate_size, hidden_size, bias=bias, role="mlp"
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate).mul_(up))
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x, lora).chunk(2, -1)
+        return self.down_proj(F.silu(gate).mul_(up), lora)

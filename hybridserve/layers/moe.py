@@ -9,12 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridserve.layers.linear import EVERYTHING, ReplicatedLinear, cut
+from hybridserve.layers.lora import AdaptableModule, ExpertAdapters, OutputPart
 from hybridserve.quant.format import Shard
 
 if TYPE_CHECKING:
     import torch
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext
+    from hybridserve.layers.lora import LoraRegistry
+    from hybridserve.quant.format import Source
 
 
 class SparseMoE:
@@ -36,23 +40,72 @@ class SparseMoE:
         renormalize: bool,
     ) -> None:
         self.tp = context.tp
-        self.format = context.format
         self.backend = context.moe
         self.top_k = top_k
         self.renormalize = renormalize
         self.router = ReplicatedLinear(context, name, "router", hidden_size, num_experts)
         self.part = cut(f"{name}.experts", intermediate_size, context.tp)
         local = self.part.stop - self.part.start
+        parts = ("gate_proj", "up_proj", "down_proj")
+        modules = [f"{name}.experts.{expert}.{part}" for expert in range(num_experts) for part in parts]
+        self.format = context.formats.experts(f"{name}.experts", modules)
         self.weights = self.format.create_experts(
             num_experts, hidden_size, local, context.dtype, context.device
         )
         context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
         self._expect_experts(context, f"{name}.experts", num_experts, hidden_size, intermediate_size)
         context.weights.finishers.append(partial(self.format.finish_experts, self.weights))
+        self.lora = context.lora
+        if context.lora is not None:
+            self.gate_up_table = context.lora.create_table(num_experts)
+            self.down_table = context.lora.create_table(num_experts)
+            self._offer(context.lora, f"{name}.experts", num_experts, hidden_size, intermediate_size)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.backend.route(self.router(x), self.top_k, renormalize=self.renormalize)
-        return self.tp.all_reduce(self.format.apply_experts(x, self.weights, weights, ids))
+    def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        weights, ids = self.backend.route(self.router(x, lora), self.top_k, renormalize=self.renormalize)
+        adapters = None if lora is None else self._adapters(lora)
+        return self.tp.all_reduce(self.format.apply_experts(x, self.weights, weights, ids, adapters))
+
+    def _adapters(self, lora: LoraBatch) -> ExpertAdapters | None:
+        """None where no adapter of the step has anything for these experts."""
+        if self.lora is None or not (self.gate_up_table.concerns(lora) or self.down_table.concerns(lora)):
+            return None
+        return ExpertAdapters(self.lora.backend, self.gate_up_table, self.down_table, lora)
+
+    def _offer(
+        self, registry: LoraRegistry, name: str, num_experts: int, hidden_size: int, intermediate_size: int
+    ) -> None:
+        everything = slice(0, hidden_size)
+        local = self.part.stop - self.part.start
+        for expert in range(num_experts):
+            for part, start in (("gate", 0), ("up", local)):
+                registry.offer(
+                    AdaptableModule(
+                        name=f"{name}.{expert}.{part}_proj",
+                        kind="linear",
+                        out_features=intermediate_size,
+                        in_features=hidden_size,
+                        table=self.gate_up_table,
+                        outputs=(OutputPart(self.part, start),),
+                        inputs=everything,
+                        base=partial(self.format.dequantize_expert, self.weights, expert, part),
+                        group=expert,
+                    )
+                )
+            registry.offer(
+                AdaptableModule(
+                    name=f"{name}.{expert}.down_proj",
+                    kind="linear",
+                    out_features=hidden_size,
+                    in_features=intermediate_size,
+                    table=self.down_table,
+                    outputs=(OutputPart(everything, 0),),
+                    inputs=self.part,
+                    base=partial(self.format.dequantize_expert, self.weights, expert, "down"),
+                    partial=True,
+                    group=expert,
+                )
+            )
 
     def _expect_experts(
         self, context: BuildContext, name: str, num_experts: int, hidden_size: int, intermediate_size: int
@@ -63,7 +116,8 @@ class SparseMoE:
         for expert in range(num_experts):
             for part, shape in (("gate", up), ("up", up), ("down", down)):
                 tensor = f"{name}.{expert}.{part}_proj.weight"
-                context.weights.expect(tensor, shape, partial(self._load, expert, part), active=active)
+                load = partial(self._load, expert, part)
+                context.weights.expect(tensor, shape, load, active=active, load_scaled=load)
                 names[part].append(tensor)
         stacked = (num_experts, 2 * intermediate_size, hidden_size)
         covers = (*names["gate"], *names["up"])
@@ -73,7 +127,7 @@ class SparseMoE:
             f"{name}.down_proj", stacked, self._load_stacked_down, covers=(*names["down"],)
         )
 
-    def _load(self, expert: int, part: str, tensor: torch.Tensor) -> None:
+    def _load(self, expert: int, part: str, tensor: Source) -> None:
         source = (EVERYTHING, self.part) if part == "down" else (self.part, EVERYTHING)
         self.format.load_expert(self.weights, expert, part, tensor, Shard(source, (EVERYTHING, EVERYTHING)))
 

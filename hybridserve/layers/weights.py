@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hybridserve.kernels.gemm.interface import ScaledWeight
+
 
 class CheckpointTensor(NamedTuple):
     """One tensor that a checkpoint may hold."""
@@ -24,10 +26,17 @@ class CheckpointTensor(NamedTuple):
     load: Callable[[torch.Tensor], None]
     """Copies this rank's share to where it belongs."""
     covers: tuple[str, ...]
-    """What is loaded by it. Usually its own name; another spelling of a name covers that name, a tensor that
-    holds many others stacked covers those; one that adds nothing covers nothing."""
+    """What is loaded by it. Usually its own name; another spelling of a name covers that name; one that adds
+    nothing covers nothing. A tensor [E, n rows, in] that holds others [rows, in] stacked covers those: all E
+    of the first rows, then all E of the next."""
     last: bool = False
     """Load after all others, because `load` looks at them."""
+    load_scaled: Callable[[ScaledWeight], None] | None = None
+    """The same for a tensor that is quantized in the checkpoint; None: it must be plain."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(slots=True)
@@ -47,10 +56,16 @@ class ModelWeights:
     num_bytes: int = 0
 
     def expect(
-        self, name: str, shape: tuple[int, ...], load: Callable[[torch.Tensor], None], *, active: float = 1.0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        load: Callable[[torch.Tensor], None],
+        *,
+        active: float = 1.0,
+        load_scaled: Callable[[ScaledWeight], None] | None = None,
     ) -> None:
         """A tensor that must be loaded; `active` is the share of it that a token reads on average."""
-        self._add(name, CheckpointTensor(shape, load, (name,)))
+        self._add(name, CheckpointTensor(shape, load, (name,), load_scaled=load_scaled))
         self.num_parameters += math.prod(shape)
         self.num_active_parameters += math.prod(shape) * active
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from hybridserve.core.cache_spec import CacheSpec
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import ForwardContext
     from hybridserve.layers.weights import ModelWeights
 
@@ -32,8 +33,9 @@ class CausalLM(ABC):
         """input_ids [T] int64 -> final (normalized) hidden states [T, hidden]."""
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size] in float32."""
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        """hidden [R, hidden], and which of these rows use which adapter -> logits [R, vocab_size] in
+        float32."""
 
     def __call__(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.forward(input_ids, context)

@@ -30,10 +30,6 @@ class FamilyConfig(BaseModel):
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Self:
         """Raises ValueError, naming the field, for one that is missing or that this family can't compute."""
-        quantization = config.get("quantization_config")
-        if quantization is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-            raise ValueError(f"config.json: quantization_config: {method} checkpoints are not supported yet")
         try:
             return cls.model_validate(config)
         except ValidationError as error:

@@ -31,6 +31,13 @@ def resolve_model(name: str) -> Path:
     return _fetch(name)
 
 
+def bundled_adapters(name: str) -> dict[str, Path]:
+    """Name -> directory of the adapters that come with a model: only the bundled one has any."""
+    if name != DEMO:
+        return {}
+    return {path.name: path for path in sorted((resolve_model(DEMO) / "adapters").glob("*")) if path.is_dir()}
+
+
 def _fetch(hub_id: str) -> Path:
     try:
         from huggingface_hub import snapshot_download

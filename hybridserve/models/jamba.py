@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext, ForwardContext
 
 
@@ -93,7 +94,7 @@ class JambaLayer:
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden = self.mixer(self.input_layernorm(hidden), context).add_(hidden)
-        return self.feed_forward(self.pre_ff_layernorm(hidden)).add_(hidden)
+        return self.feed_forward(self.pre_ff_layernorm(hidden), context.lora).add_(hidden)
 
 
 def _attention(config: JambaConfig, context: BuildContext, name: str) -> Attention:
@@ -157,10 +158,10 @@ class JambaForCausalLM(CausalLM):
         self.weights = context.weights
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed_tokens(input_ids, context.lora)
         for layer in self.layers:
             hidden = layer(hidden, context)
         return self.final_layernorm(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        return self.lm_head(hidden, lora)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext, ForwardContext
     from hybridserve.layers.rotary import Rotation
 
@@ -135,7 +136,7 @@ class LlamaLayer:
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext, rotation: Rotation) -> torch.Tensor:
         hidden = self.self_attn(self.input_layernorm(hidden), context, rotation).add_(hidden)
-        return self.mlp(self.post_attention_layernorm(hidden)).add_(hidden)
+        return self.mlp(self.post_attention_layernorm(hidden), context.lora).add_(hidden)
 
 
 class LlamaForCausalLM(CausalLM):
@@ -165,14 +166,14 @@ class LlamaForCausalLM(CausalLM):
         self._ignore_saved_frequencies(parsed.num_hidden_layers, head_dim)
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed_tokens(input_ids, context.lora)
         rotation = self.rotary(context.positions)
         for layer in self.layers:
             hidden = layer(hidden, context, rotation)
         return self.norm(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        return self.lm_head(hidden, lora)
 
     def _ignore_saved_frequencies(self, num_layers: int, head_dim: int) -> None:
         """Old checkpoints hold rotary frequencies a layer; they follow from the config."""

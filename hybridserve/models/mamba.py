@@ -18,6 +18,7 @@ from hybridserve.models.config import FamilyConfig, Size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext, ForwardContext
 
 
@@ -89,10 +90,10 @@ class MambaForCausalLM(CausalLM):
         self.weights = context.weights
 
     def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        residual = self.embeddings(input_ids).to(self.residual_dtype)
+        residual = self.embeddings(input_ids, context.lora).to(self.residual_dtype)
         for layer in self.layers:
             residual = layer(residual, context)
         return self.norm_f(residual).to(self.dtype)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        return self.lm_head(hidden, lora)

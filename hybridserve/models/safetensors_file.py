@@ -1,19 +1,27 @@
-"""Reads tensors from a safetensors file, one at a time, through the safetensors library.
+"""Reads tensors from a safetensors file, and writes them to one, one at a time.
 
-The library maps a file into memory, and pages that were read count as this process's while the file is open.
-Opening it for each tensor keeps the peak at one tensor. Knows files, not what the tensors are for.
+Reading is the library's. It maps a file into memory, and pages that were read count as this process's while
+the file is open. Opening it for each tensor keeps the peak at one tensor. The library writes only what is all
+in memory at once, so writing is done here. Knows files, not what the tensors are for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+import math
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+    from types import TracebackType
 
-    import torch
+
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
+"""Of a dtype, as safetensors spells it."""
 
 
 class Entry(NamedTuple):
@@ -21,6 +29,10 @@ class Entry(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class SafetensorsFile:
@@ -43,3 +55,43 @@ class SafetensorsFile:
         with safe_open(self.path, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
+
+
+class SafetensorsWriter:
+    """A file whose tensors are known before any of them is written; they may then come in any order."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        """Larger elements first, so that each tensor is aligned."""
+        self.entries = dict(entries)
+        self._offsets: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in sorted(entries, key=lambda name: (-ITEM_BYTES[entries[name].dtype], name)):
+            entry, start = entries[name], end
+            end = start + entry.num_bytes
+            self._offsets[name] = start
+            header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._first = 8 + len(text)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Each name once, with the dtype and shape that were said."""
+        data = tensor.contiguous().flatten().view(torch.uint8)
+        entry, offset = self.entries[name], self._offsets.pop(name)
+        if tuple(tensor.shape) != tuple(entry.shape) or data.nbytes != entry.num_bytes:
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} is not what was announced")
+        self._file.seek(self._first + offset)
+        self._file.write(data.numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if error is None and self._offsets:
+            raise ValueError(f"{next(iter(self._offsets))}: was announced and not written")

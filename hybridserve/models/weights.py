@@ -1,25 +1,37 @@
 """Empties a checkpoint into a model: one tensor at a time, each exactly once, nothing missing and nothing
 left over.
 
-Knows files and names; where a tensor goes is said by the model's layers (`layers.weights`).
+Knows files and names; where a tensor goes is said by the model's layers (`layers.weights`), and what becomes
+of it by their formats.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.models.config import eos_token_ids, load_hf_config, read_json
 from hybridserve.models.hub import resolve_model
 from hybridserve.models.registry import build_model
 from hybridserve.models.safetensors_file import SafetensorsFile
+from hybridserve.quant import compressed_tensors
+from hybridserve.quant.format import WeightError
+from hybridserve.quant.policy import Quantization
 
 if TYPE_CHECKING:
     from hybridserve.layers.context import BuildContext
-    from hybridserve.layers.weights import ModelWeights
+    from hybridserve.layers.weights import CheckpointTensor, ModelWeights
     from hybridserve.models.base import CausalLM
 
-__all__ = ["eos_token_ids", "load_model", "load_weights", "resolve_model", "weight_files"]
+__all__ = [
+    "Checkpoint",
+    "StoredTensor",
+    "eos_token_ids",
+    "load_model",
+    "load_weights",
+    "resolve_model",
+    "weight_files",
+]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,66 +43,118 @@ def load_model(path: Path, context: BuildContext) -> CausalLM:
 
     Raises ValueError for whatever is wrong with the directory, naming the file and the field or tensor.
     """
-    model = build_model(load_hf_config(path), context)
+    config = load_hf_config(path)
+    stored = compressed_tensors.read_config(config)
+    if (stored or Quantization()).stored != context.formats.quantization.stored:
+        raise ValueError(f"{path}: quantized, but built as if it were not, or the other way round")
+    model = build_model(config, context)
     load_weights(model, path)
     return model
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
     """Load and finish all weights of a model that was just built. Peak memory: the model and one tensor."""
-    loader = _Loader(model.weights)
-    for file in weight_files(path):
-        loader.load_file(file)
-    loader.load_postponed()
-    loader.check_complete(path)
+    checkpoint = Checkpoint(path, model.weights)
+    for stored in checkpoint.tensors:
+        checkpoint.load(stored)
     for finish in model.weights.finishers:
         finish()
     model.weights.tensors.clear()
     model.weights.finishers.clear()
 
 
-class _Loader:
-    def __init__(self, weights: ModelWeights) -> None:
+class StoredTensor(NamedTuple):
+    """One tensor of the model, as it lies in a file: plain, or the codes of a module that is quantized."""
+
+    file: SafetensorsFile
+    stored_name: str
+    name: str
+    """What the model calls it."""
+    quantized: bool
+
+
+class Checkpoint:
+    """The files of a model directory, held against what a model expects, before any tensor is read.
+
+    tensors: those to be loaded, in the order of the files; ones that look at others come last.
+    """
+
+    def __init__(self, path: Path, weights: ModelWeights) -> None:
+        """Raises ValueError, with the tensor's name, unless each tensor is there once and nothing is left
+        over."""
+        self.files = [SafetensorsFile(file) for file in weight_files(path)]
         self._expected = weights.tensors
-        self._loaded: dict[str, Path] = {}
-        self._postponed: dict[str, SafetensorsFile] = {}
-
-    def load_file(self, path: Path) -> None:
-        file = SafetensorsFile(path)
-        for name in file.entries:
-            self._check(file, name)
-            if self._expected[name].last:
-                self._postponed[name] = file
-            else:
-                self._expected[name].load(file.read(name))
-
-    def load_postponed(self) -> None:
-        for name, file in self._postponed.items():
-            self._expected[name].load(file.read(name))
-
-    def check_complete(self, path: Path) -> None:
+        self._places = {name: file for file in self.files for name in file.entries}
+        self._covered: dict[str, Path] = {}
+        found = [self._identify(file, name) for file in self.files for name in file.entries]
+        self.tensors = [stored for stored in found if stored is not None]
+        for stored in self.tensors:
+            self._check(stored)
         for name, tensor in self._expected.items():
-            if tensor.covers == (name,) and name not in self._loaded:
+            if tensor.covers == (name,) and name not in self._covered:
                 raise ValueError(f"{path}: the tensor {name!r} {_shape(tensor.shape)} is missing")
+        self.tensors.sort(key=lambda stored: self._expected[stored.name].last)
 
-    def _check(self, file: SafetensorsFile, name: str) -> None:
+    def load(self, stored: StoredTensor) -> None:
+        """Read it, and give it to the model. ValueError, with its name, if its format can't take it."""
+        expected = self._expected[stored.name]
+        try:
+            if stored.quantized:
+                self._load_quantized(stored, expected)
+            else:
+                expected.load(stored.file.read(stored.stored_name))
+        except WeightError as error:
+            raise ValueError(f"{stored.file.path}: the tensor {stored.stored_name!r} {error}") from None
+
+    def _identify(self, file: SafetensorsFile, name: str) -> StoredTensor | None:
+        """None for what is read together with something else, or adds nothing to it."""
+        module, _, part = name.rpartition(".")
+        if part == compressed_tensors.PACKED:
+            return StoredTensor(file, name, f"{module}.weight", True)
+        if part == compressed_tensors.SCALE or part in compressed_tensors.IGNORED:
+            codes = [f"{module}.{each}" for each in (compressed_tensors.CODES, compressed_tensors.PACKED)]
+            if any(each in self._places and self._is_quantized(each) for each in codes):
+                return None
+        return StoredTensor(file, name, name, self._is_quantized(name))
+
+    def _is_quantized(self, name: str) -> bool:
+        dtype = self._places[name].entries[name].dtype
+        return name.endswith(f".{compressed_tensors.PACKED}") or dtype in compressed_tensors.CODE_DTYPES
+
+    def _load_quantized(self, stored: StoredTensor, expected: CheckpointTensor) -> None:
+        if expected.load_scaled is None:
+            raise WeightError("is quantized, but it is none of those that can be")
+        scale_name = f"{stored.name.removesuffix('.weight')}.{compressed_tensors.SCALE}"
+        if scale_name not in self._places:
+            raise WeightError(f"is quantized, but its scales {scale_name!r} are missing")
+        codes = stored.file.read(stored.stored_name)
+        if stored.stored_name != stored.name:
+            codes = compressed_tensors.unpack(codes)
+        scale = self._places[scale_name].read(scale_name)
+        expected.load_scaled(compressed_tensors.join(codes, scale, scale_name))
+
+    def _check(self, stored: StoredTensor) -> None:
+        file, stored_name, name, _ = stored
         if name not in self._expected:
-            raise ValueError(f"{file.path}: the tensor {name!r} belongs nowhere in this model")
-        expected, entry = self._expected[name], file.entries[name]
-        if entry.shape != expected.shape:
+            raise ValueError(f"{file.path}: the tensor {stored_name!r} belongs nowhere in this model")
+        expected, entry = self._expected[name], file.entries[stored_name]
+        packed = stored_name != name
+        shape = compressed_tensors.packed_shape(expected.shape) if packed else expected.shape
+        if entry.shape != shape:
             raise ValueError(
-                f"{file.path}: the tensor {name!r} is {_shape(entry.shape)}, but the model's config makes it "
-                f"{_shape(expected.shape)}"
+                f"{file.path}: the tensor {stored_name!r} is {_shape(entry.shape)}, but the model's config "
+                f"makes it {_shape(shape)}"
             )
-        if entry.dtype not in PLAIN_DTYPES:
-            raise ValueError(
-                f"{file.path}: the tensor {name!r} is {entry.dtype}: quantized weights are not supported yet"
-            )
+        allowed = ("I32",) if packed else (*PLAIN_DTYPES, *compressed_tensors.CODE_DTYPES)
+        if entry.dtype not in allowed:
+            raise ValueError(f"{file.path}: the tensor {stored_name!r} is {entry.dtype}: not supported")
         for covered in expected.covers:
-            if covered in self._loaded:
-                before = self._loaded[covered]
-                raise ValueError(f"{file.path}: the tensor {name!r} loads {covered!r} again, after {before}")
-            self._loaded[covered] = file.path
+            if covered in self._covered:
+                before = self._covered[covered]
+                raise ValueError(
+                    f"{file.path}: the tensor {stored_name!r} loads {covered!r} again, after {before}"
+                )
+            self._covered[covered] = file.path
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -67,6 +67,8 @@ class TorchNative(AttentionBackend):
             raise TypeError("metadata must come from this backend's prepare()")
         if not len(query):
             return torch.empty_like(query)
+        # torch's flash kernel takes the elements of a head to lie side by side, and does not look.
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         on_cpu = query.device.type == "cpu"
         attend = _attend_flash if on_cpu and self._flash_on_cpu else _attend_plain
         block_size = cache.shape[2]

@@ -1,7 +1,9 @@
-"""Dense projections of unquantized weights."""
+"""Dense projections."""
 
+from hybridserve.kernels.gemm.native import Native, NativeExact
+from hybridserve.kernels.gemm.onednn import OneDNN
 from hybridserve.kernels.gemm.reference import Reference
 from hybridserve.kernels.gemm.torch_native import TorchNative
 
-BACKENDS = (TorchNative, Reference)
+BACKENDS = (OneDNN, Native, NativeExact, TorchNative, Reference)
 """In order of preference."""

@@ -7,7 +7,8 @@ Two things need care on a CPU, both measured on two cores with AVX2:
 - Without half-precision instructions a half-precision weight is multiplied element by element. That is right
   for a row or three (the weight is read once, as it is) and up to 10 times slower than float32 for more.
   Those are multiplied in float32, a slice of the weight at a time: products of two half-precision numbers are
-  exact in float32, and the weight is never held twice.
+  exact in float32, and the weight is never held twice. So are weights of one byte, for any number of rows:
+  torch's own products of them are slower without special instructions, and oneDNN's sums overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from hybridserve.kernels.gemm.interface import GemmBackend
+from hybridserve.kernels.gemm.interface import GemmBackend, ScaledWeight, Weight, round_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,20 +39,36 @@ _SLICE_ELEMENTS = 1 << 18
 class TorchNative(GemmBackend):
     name = "torch_native"
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         y = matmul(x, weight)
         if bias is not None:
             y.add_(bias)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def matmul(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x [M, in] times weight [out, in]: [M, out], in x's dtype or, not yet rounded to it, in float32."""
+    if isinstance(weight, ScaledWeight):
+        return _scaled(x, weight)
     if _weight_goes_first(x.shape[0], weight):
         return _weight_first(x.float(), weight)
     if x.shape[0] > _FEW_ROWS_HALF and _lacks_instructions(weight):
         return _widened(x, weight)
     return F.linear(x, weight)
+
+
+def _scaled(x: torch.Tensor, weight: ScaledWeight) -> torch.Tensor:
+    """x [M, in] of any dtype times a one-byte weight [out, in]: [M, out] in float32.
+
+    Sums of products of whole numbers are exact in float32 up to 2^24, the worst case of 1,000 inputs.
+    """
+    codes, scales, int8_rows = weight
+    row_scales = None
+    if int8_rows:
+        x, row_scales = round_rows(x)
+    few = 0 < len(x) <= _FEW_ROWS_FLOAT
+    y = (_weight_first(x.float(), codes) if few else _widened(x, codes)).mul_(scales)
+    return y if row_scales is None else y.mul_(row_scales)
 
 
 def _weight_goes_first(num_rows: int, weight: torch.Tensor) -> bool:
@@ -71,6 +88,11 @@ def _weight_first(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:  # a product with one column takes another, slower path
             return torch.mm(weight, torch.cat([x, x]).t())[:, :1].t().contiguous()
         return torch.mm(weight, x.t()).t().contiguous()
+    if len(x) == 1:
+        y = x.new_empty(weight.shape[0])
+        for part, wide in _widened_slices(weight):
+            torch.mv(wide, x[0], out=y[part])
+        return y.unsqueeze(0)
     y = x.new_empty(weight.shape[0], len(x))
     for part, wide in _widened_slices(weight):
         torch.mm(wide, x.t(), out=y[part])
@@ -87,7 +109,7 @@ def _lacks_instructions(weight: torch.Tensor) -> bool:
 
 
 def _widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [M, in] of any dtype times a half-precision weight [out, in]; [M, out] float32, not rounded."""
+    """x [M, in] of any dtype times a weight [out, in] that is no float32; [M, out] float32, not rounded."""
     x = x.float()
     y = x.new_empty(x.shape[0], weight.shape[0])
     for part, wide in _widened_slices(weight):
@@ -96,7 +118,7 @@ def _widened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _widened_slices(weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows of a half-precision weight in float32, slice after slice; each is valid until the next."""
+    """Rows of a smaller weight in float32, slice after slice; each is valid until the next."""
     num_outputs, num_inputs = weight.shape
     step = max(1, _SLICE_ELEMENTS // num_inputs)
     buffer = torch.empty(min(step, num_outputs), num_inputs, device=weight.device)

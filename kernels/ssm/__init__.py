@@ -1,7 +1,8 @@
 """Causal convolution and selective scan: recurrences whose state is overwritten."""
 
+from hybridserve.kernels.ssm.native import Native
 from hybridserve.kernels.ssm.reference import Reference
 from hybridserve.kernels.ssm.torch_native import TorchNative
 
-BACKENDS = (TorchNative, Reference)
+BACKENDS = (Native, TorchNative, Reference)
 """In order of preference."""

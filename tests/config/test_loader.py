@@ -113,9 +113,21 @@ def test_text_from_a_command_line_takes_the_type_of_its_key(key, text, value):
             "unknown key 'max_num_seqs' (value 3); did you mean 'scheduler.max_num_seqs'?",
         ),
         (
-            "lora: {max_rank: 64}\n",
+            "telepathy: {dtype: int8}\n",
             2,
-            "unknown key 'lora' (value {'max_rank': 64}); valid keys: model, tokenizer, *",
+            "unknown key 'telepathy' (value {'dtype': 'int8'}); "
+            "valid keys are model, tokenizer, *, kernels; see hybridserve generate --help",
+        ),
+        (
+            "cache:\n  pages: 3\n",
+            3,
+            "unknown key 'cache.pages' (value 3); "
+            "valid keys of cache are memory_fraction, *; see hybridserve generate --help",
+        ),
+        (
+            "cache:\n  max_num_seqs: 3\n",
+            3,
+            "unknown key 'cache.max_num_seqs' (value 3); did you mean 'scheduler.max_num_seqs'?",
         ),
         ("cache: 3\n", 2, "cache: 3 is not a set of keys"),
         ("cache:\n", 2, "cache: None is not a set of keys"),
@@ -209,6 +221,13 @@ def test_a_mistake_in_an_option_names_the_option(overrides, message):
     with pytest.raises(ConfigError) as error:
         load_config("demo", overrides=overrides)
     assert str(error.value) == message
+
+
+def test_a_key_of_no_section_is_not_taken_for_one_that_ends_alike():
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'telepathy\.dtype' \(value 'int8'\); valid keys are model, "
+    ):
+        load_config("demo", overrides={"telepathy.dtype": "int8"})
 
 
 def test_several_mistakes_are_told_at_once():

@@ -483,6 +483,19 @@ def test_abort_after_the_first_tokens_ends_one() -> None:
     e.check_drained()
 
 
+def test_a_continuation_that_was_aborted_is_not_born_again() -> None:
+    e = engine(depth=2)
+    e.add("a", [1, 2, 3], n=3, max_tokens=6, ignore_eos=True)
+    e.plan()
+    e.abort("a#1")
+    e.restart()  # the first tokens are drawn again
+    e.run()
+    assert e.requests["a#1"].output_ids == []
+    assert len(e.requests["a#2"].output_ids) == 6
+    e.check_outputs()
+    e.check_drained()
+
+
 def test_memory_of_a_parent_is_not_kept_for_children_that_ended() -> None:
     e = engine()
     e.add("a", [1, 2, 3], n=3, max_tokens=6, ignore_eos=True)

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,12 @@ def imported_by(code: str) -> set[str]:
 
 def test_import_brings_neither_torch_nor_pydantic():
     assert not {"torch", "numpy", "transformers", "pydantic"} & imported_by("import hybridserve")
+
+
+def test_what_no_guard_covers_imports_nothing():
+    """An interrupt during these is a traceback, so they must take no time."""
+    brought = imported_by("import hybridserve.__main__") - imported_by("pass")
+    assert brought <= {"__future__", "hybridserve", "hybridserve.__main__"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
@@ -144,16 +152,16 @@ def test_results_through_a_link(run, tmp_path, there):
 def aborting(monkeypatch):
     """An LLM that gives up every request after some text."""
     from hybridserve.llm import LLM
-    from hybridserve.outputs import CompletionOutput, RequestOutput
+    from hybridserve.outputs import CompletionOutput, RequestOutput, StreamAborted
 
-    def stream(llm, prompt, params):
+    def stream(llm, prompt, params, **options):
         yield from [" some"] * (params.max_tokens - 1)
-        raise RuntimeError("the logits are not finite")
+        raise StreamAborted("the logits are not finite")
 
-    def generate(llm, prompt, params):
+    def generate(llm, prompts, params, **options):
         good = CompletionOutput(0, text=" fine", finish_reason="length")
         bad = CompletionOutput(1, finish_reason="abort", stop_reason="the logits are not finite")
-        return [RequestOutput("0", prompt, [1], None, [good, bad])]
+        return [RequestOutput("0", prompt, [1], None, [good, bad]) for prompt in prompts]
 
     monkeypatch.setattr(LLM, "stream", stream)
     monkeypatch.setattr(LLM, "generate", generate)
@@ -173,6 +181,40 @@ def test_an_aborted_request_is_a_failure(aborting, capsys, options, output, reas
     shown = capsys.readouterr()
     assert (status.value.code, shown.out) == (1, output)
     assert shown.err.splitlines()[-1] == f"hybridserve: {reason}"
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_aborted_results_of_a_file_are_written_and_counted(aborting, capsys, tmp_path, to_file):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    with pytest.raises(SystemExit) as status:
+        main(["generate", "demo", "--prompts", str(prompts), *(["--out", str(out)] if to_file else [])])
+    shown = capsys.readouterr()
+    results = [json.loads(line) for line in (out.read_text() if to_file else shown.out).splitlines()]
+    assert [result["finish_reason"] for result in results] == ["length", "abort"] * 2
+    assert status.value.code == 1
+    said = "hybridserve: 2 of 4 results ended early (finish_reason abort): the logits are not finite"
+    assert [line for line in shown.err.splitlines() if line.startswith("hybridserve")] == [said]
+
+
+def test_a_fault_in_a_stream_is_not_taken_for_its_end(monkeypatch):
+    from hybridserve.llm import LLM
+
+    def stream(llm, prompt, params, **options):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        main(["generate", "demo", "--prompt", "x"])
+
+
+def test_a_text_that_looks_like_an_option_stays_as_it_is(monkeypatch, capsys):
+    from hybridserve.llm import LLM
+
+    monkeypatch.setattr(LLM, "stream", lambda llm, prompt, params, **options: iter([prompt]))
+    with pytest.raises(SystemExit):
+        main(["generate", "demo", "--max-tokens", "1", "--prompt", "--as-is, or not"])
+    assert capsys.readouterr().out == "--as-is, or not\n"
 
 
 def test_generate_a_file_without_a_tokenizer(run, tmp_path):
@@ -198,7 +240,7 @@ def test_plan_as_json_and_as_a_table(run):
 @pytest.mark.parametrize("arguments", [[], ["demo"]])
 def test_inspect(run, arguments):
     shown, _ = run("inspect", *arguments)
-    for word in ("torch", "threads", "attention", "torch_native (not reference"):
+    for word in ("torch", "threads", "attention", "torch_native", "not reference: "):
         assert word in shown
 
 
@@ -220,10 +262,20 @@ def test_interrupt_is_quiet():
     assert b"Traceback" not in errors
 
 
-@pytest.mark.parametrize("module", ["hybridserve.config.loader", "torch", "hybridserve.engine.planner"])
+def script(*arguments: str) -> str:
+    """What the script `hybridserve` consists of, once it is installed."""
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["hybridserve"]
+    module, _, function = entry.partition(":")
+    return f"import sys; sys.argv[1:] = {arguments}; from {module} import {function}; {function}()"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["hybridserve.cli", "argparse", "hybridserve.config.loader", "torch", "hybridserve.engine.planner"],
+)
 @pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["inspect"], ["plan", "demo"]])
 def test_interrupt_while_modules_are_imported_is_quiet(command, module):
-    """As extension modules do: the interrupt is turned into another error."""
+    """As class bodies and extension modules do: the interrupt is turned into another error."""
     code = f"""
 import os, signal, sys
 class Finder:
@@ -235,8 +287,7 @@ class Finder:
             except KeyboardInterrupt:
                 raise AttributeError("half imported")
 sys.meta_path.insert(0, Finder)
-from hybridserve.cli import main
-main({command})
+{script(*command)}
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -245,6 +296,30 @@ main({command})
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("milliseconds", [5, 20, 50, 100])
+def test_interrupt_at_any_time_is_quiet(milliseconds):
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "hybridserve.interrupt":
+            os.write(1, b".")
+sys.meta_path.insert(0, Finder)
+{script("generate", "demo", "--prompt", "x")}
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.read(1)  # main() has begun; before that the interpreter decides
+    time.sleep(milliseconds / 1000)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", b"")
+    assert process.returncode == 130
 
 
 def test_a_closed_pipe_is_quiet():

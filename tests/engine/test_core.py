@@ -181,5 +181,25 @@ def test_metrics_and_counters(jamba: Path) -> None:
     stats = engine.core.gauges()
     assert stats["num_generated_tokens"] == 12
     assert stats["num_computed_tokens"] == 5 + 3 * 3
-    assert stats["num_finished"] == 3
+    assert (stats["num_requests"], stats["num_finished_requests"], stats["num_finished_sequences"]) == (
+        1,
+        1,
+        3,
+    )
     assert stats["num_running"] == stats["num_waiting"] == stats["cache_num_bytes"] == 0
+
+
+def test_a_request_has_finished_when_its_last_sequence_has(jamba: Path) -> None:
+    engine = Guarded(jamba)
+    prompt, several = make_prompts([5])[0], SamplingParams(n=3, max_tokens=4, ignore_eos=True)
+    stats = engine.core.stats
+
+    engine.add("unborn", prompt, several)
+    engine.core.abort("unborn")  # its continuations have not begun
+    assert (stats.num_requests, stats.num_finished_requests, stats.num_finished_sequences) == (1, 1, 1)
+
+    engine.add("parts", prompt, several)
+    engine.step()
+    for index, finished in enumerate([1, 1, 2]):
+        engine.core.abort("parts", index)
+        assert (stats.num_finished_requests, stats.num_finished_sequences) == (finished, 2 + index)

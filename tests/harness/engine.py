@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.input_builder import BuiltStep, StepInput
     from hybridserve.engine.model_runner import ModelRunner, StepOutput
+    from hybridserve.kernels.lora.interface import LoraBatch
+    from hybridserve.layers.lora import AdaptableModule
+    from hybridserve.lora.adapter import Adapter
 
 POISONS = {
     "nan": bytes.fromhex("ffff"),  # NaN as bfloat16, float16 and float32
@@ -60,9 +63,19 @@ class Result:
 class GuardedExecutor(Executor):
     """Runs a step when it is collected, so `delay` more steps may have been planned by then."""
 
-    def __init__(self, runner: ModelRunner, *, delay: int, poison: str | None, checksum: bool) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        delay: int,
+        poison: str | None,
+        checksum: bool,
+        worker: Worker | None = None,
+    ) -> None:
         self.max_in_flight = 1 + delay
         self.runner = runner
+        self.worker = worker
+        """For adapters; None where there are none."""
         self.arena = runner.arena
         self.layout = runner.arena.layout
         self.inputs: list[StepInput] = []
@@ -76,8 +89,8 @@ class GuardedExecutor(Executor):
         self._checksum = checksum
         plain = self.runner.model.logits
 
-        def recorded(hidden: torch.Tensor) -> torch.Tensor:
-            logits = plain(hidden)
+        def recorded(hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+            logits = plain(hidden, lora)
             self.logits = logits.clone()
             return logits
 
@@ -101,6 +114,8 @@ class GuardedExecutor(Executor):
     def collect(self) -> StepOutput:
         step = self._queue.pop(0)
         self.inputs.append(step)
+        if self.worker is not None:
+            self.worker.check_adapters(step)
         self.fill(self.arena.buffer[: self.layout.slab_bytes])
         self.on_execute(step)
         before = self.arena.buffer.clone() if self._checksum else None
@@ -109,6 +124,24 @@ class GuardedExecutor(Executor):
             self._check_untouched(step, before)
         self.on_executed(step)
         return output
+
+    @property
+    def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
+        return self.worker.adaptable_modules if self.worker else {}
+
+    def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> Any:
+        assert self.worker is not None
+        return self.worker.stage_adapter(adapter, pause)
+
+    def place_adapter(self, slot: int, generation: int, staged: Any) -> None:
+        assert self.worker is not None
+        assert not any(slot in step.adapter_slots for step in self._queue), "a step in flight uses the slot"
+        self.worker.place_adapter(slot, generation, staged)
+
+    def clear_adapter(self, slot: int) -> None:
+        assert self.worker is not None
+        assert not any(slot in step.adapter_slots for step in self._queue), "a step in flight uses the slot"
+        self.worker.clear_adapter(slot)
 
     def _check_untouched(self, step: StepInput, before: torch.Tensor) -> None:
         """Bytes that the step does not own are what they were (F011, F026-F028, F048, F057, F073)."""
@@ -152,7 +185,10 @@ class Guarded:
         options = {"max_model_len": 256, "check_integrity": True, "memory_bytes": memory} | options
         config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
         plan = make_plan(config, path)
-        executor = GuardedExecutor(Worker(path, plan).runner, delay=delay, poison=poison, checksum=checksum)
+        worker = Worker(path, plan)
+        executor = GuardedExecutor(
+            worker.runner, delay=delay, poison=poison, checksum=checksum, worker=worker
+        )
         core = EngineCore.create(config, plan, path, buckets=buckets, executor=executor)
         self._guard(core, executor, row_order, slot_order, preempt_every)
 
@@ -242,9 +278,13 @@ class Guarded:
         return self.results
 
     def check_drained(self) -> None:
-        cache = self._cache
+        cache = self.core.scheduler.cache  # another one after a restart
         cache.check_integrity([])
         assert (cache.blocks.num_free, cache.slots.num_free, cache.slabs.num_free) == self._initial
+        self.core.scheduler.adapters.check_integrity({})
+        assert all(info.num_refs == 0 for info in self.core.adapters.infos())
+        if self.executor.worker is not None:
+            assert self.executor.worker.adapter_bytes == self.core.scheduler.adapters.num_bytes
 
     def slot_states(self, slot: int) -> list[torch.Tensor]:
         views = [view for view in self.executor.arena.views if isinstance(view, tuple)]
@@ -334,8 +374,10 @@ class Guarded:
 class Oracle:
     """transformers in float32: one uncached forward over a request's tokens, alone."""
 
-    def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    def __init__(self, model: Path | torch.nn.Module) -> None:
+        if not isinstance(model, torch.nn.Module):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.model = model
         self._known: dict[tuple[int, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def forward(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:

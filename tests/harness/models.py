@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hybridserve.core.cache_spec import PagedKVSpec
@@ -17,11 +18,15 @@ from hybridserve.kernels.attention.interface import AttentionBackend, AttentionM
 from hybridserve.kernels.attention.reference import Reference as ReferenceAttention
 from hybridserve.kernels.gemm.reference import Reference as ReferenceGemm
 from hybridserve.kernels.moe.reference import Reference as ReferenceMoE
+from hybridserve.kernels.pointwise.reference import Reference as ReferencePointwise
+from hybridserve.kernels.registry import Capabilities
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.ssm.reference import Reference as ReferenceSSM
 from hybridserve.layers.context import BuildContext, CacheView, ForwardContext
+from hybridserve.lora.batch import make_batch
 from hybridserve.models.weights import load_model
-from hybridserve.quant.unquantized import UnquantizedFormat
+from hybridserve.quant.policy import Quantization
+from hybridserve.quant.registry import make_policy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
     from hybridserve.kernels.gemm.interface import GemmBackend
     from hybridserve.kernels.moe.interface import MoEBackend
+    from hybridserve.kernels.pointwise.interface import PointwiseBackend
+    from hybridserve.layers.lora import LoraRegistry
     from hybridserve.models.base import CausalLM
 
 
@@ -122,6 +129,7 @@ class Backends:
     ssm: SSMBackend = field(default_factory=ReferenceSSM)
     gemm: GemmBackend = field(default_factory=ReferenceGemm)
     moe: MoEBackend = field(default_factory=ReferenceMoE)
+    pointwise: PointwiseBackend = field(default_factory=ReferencePointwise)
 
     def context(
         self,
@@ -131,18 +139,27 @@ class Backends:
         device: str = "cpu",
         cache_dtype: str | None = None,
         max_model_len: int | None = None,
+        lora: LoraRegistry | None = None,
+        quantization: Quantization | None = None,
     ) -> BuildContext:
         return BuildContext(
             dtype=dtype,
             device=torch.device(device),
             tp=tp or TPGroup.single(),
-            format=UnquantizedFormat(self.gemm, self.moe),
+            formats=make_policy(
+                quantization or Quantization(),
+                self.gemm,
+                self.moe,
+                Capabilities(device, str(dtype).removeprefix("torch.")),
+            ),
             attention=self.attention,
             ssm=self.ssm,
             moe=self.moe,
+            pointwise=self.pointwise,
             cache_dtype=cache_dtype or str(dtype).removeprefix("torch."),
             state_dtype="float32",
             max_model_len=max_model_len,
+            lora=lora,
         )
 
 
@@ -153,6 +170,8 @@ class Held:
     slot: int
     block_ids: list[int]
     num_computed: int = 0
+    adapter_slot: int = 0
+    adapter_start: int = 0
 
 
 class Runner:
@@ -213,11 +232,18 @@ class Runner:
             attention=self.backends.attention.prepare(attention),
             ssm=self.backends.ssm.prepare(ssm),
             caches=self.caches,
+            lora=make_batch(
+                np.array([sequence.adapter_slot for sequence in sequences]),
+                np.array([sequence.adapter_start for sequence in sequences]),
+                starts.numpy(),
+                torch.cat(places).numpy(),
+                torch.device("cpu"),
+            ),
         )
         hidden = self.model(torch.cat(tokens), context)
         for sequence, length in zip(sequences, lens, strict=True):
             sequence.num_computed += length
-        return list(self.model.logits(hidden).split(lens))
+        return list(self.model.logits(hidden, context.lora).split(lens))
 
     def run(self, ids: Sequence[int], chunk: int | None = None, sequence: int = 0) -> torch.Tensor:
         """All of a sequence, in chunks: logits [tokens, vocab]."""

@@ -26,6 +26,7 @@ from tests.harness.engine import Guarded, GuardedExecutor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import ForwardContext
 
 VOCAB, WIDTH, TAPS = 64, 16, 4
@@ -53,7 +54,7 @@ class Sibling(CausalLM):
     def advance(self, x: torch.Tensor, state: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The definition: one token [WIDTH] and the state before -> what comes out, and the state after."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None = None) -> torch.Tensor:
         return hidden @ self.embedding.T
 
     def tokens(self, prompt_ids: Sequence[int], count: int) -> list[int]:
@@ -63,7 +64,7 @@ class Sibling(CausalLM):
         for token in fed:
             hidden, state = self.advance(self.embedding[token], state)
         while len(drawn) < count:
-            drawn.append(int(self.logits(hidden).argmax()))
+            drawn.append(int(self.logits(hidden, None).argmax()))
             hidden, state = self.advance(self.embedding[drawn[-1]], state)
         return drawn
 

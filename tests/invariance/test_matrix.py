@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hybridserve.core.request import SamplingParams
 from tests.harness.engine import Guarded, Oracle, make_prompts
+from tests.harness.pairwise import pairwise
+from tests.harness.quantized import QuantizedModel, dequantized_copy, everything
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,39 +24,17 @@ AXES: dict[str, list[Any]] = {
     "poison": ["nan", "large"],
     "delay": [0, 1],
     "buckets": [(), (4, 8, 16)],
+    "format": ["none", "int8", "fp8"],
 }
 LENGTHS = [1, 2, 3, 4, 5, 7, 9, 12, 16, 17, 23, 30]
-
-
-def pairwise(axes: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Cells in which every pair of values of two axes stands together at least once."""
-    rng = random.Random(seed)
-    pairs = {
-        (one, a, other, b)
-        for one, other in itertools.combinations(axes, 2)
-        for a in range(len(axes[one]))
-        for b in range(len(axes[other]))
-    }
-    cells = []
-    while pairs:
-        best: tuple[int, dict[str, int]] = (-1, {})
-        for _ in range(60):
-            cell = {name: rng.randrange(len(values)) for name, values in axes.items()}
-            covered = sum(
-                (one, cell[one], other, cell[other]) in pairs
-                for one, other in itertools.combinations(axes, 2)
-            )
-            best = max(best, (covered, cell), key=lambda found: found[0])
-        cell = best[1]
-        pairs -= {(one, cell[one], other, cell[other]) for one, other in itertools.combinations(axes, 2)}
-        cells.append({name: axes[name][index] for name, index in cell.items()})
-    return cells
 
 
 def run_cell(
     t_model: Path, oracle: Oracle, company: str, cell: dict[str, Any], lengths: list[int]
 ) -> Guarded:
-    engine = Guarded(t_model, **cell)
+    """`oracle` has the numbers that the weights are in the cell's format."""
+    options = {"quantization.format": cell.pop("format", "none"), "kernels.gemm": "exact"}
+    engine = Guarded(t_model, **options, **cell)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     prompts = make_prompts(lengths)
     if company == "alone":
@@ -80,20 +59,39 @@ def run_cell(
     return engine
 
 
+class Oracles(dict[str, Oracle]):
+    """By format: transformers with the numbers that this project's loader makes of the weights."""
+
+    def __init__(self, t_model: Path, folder: Path, plain: Oracle) -> None:
+        super().__init__(none=plain)
+        self.t_model = t_model
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Oracle:
+        model = QuantizedModel(self.t_model, everything(name))
+        self[name] = Oracle(dequantized_copy(model, self.t_model, self.folder / name))
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def oracles(t_model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Oracles:
+    return Oracles(t_model, tmp_path_factory.mktemp("oracles"), oracle)
+
+
 CELLS = pairwise(AXES)
 
 
 @pytest.mark.parametrize("cell", CELLS[::4], ids=str)
-def test_matrix_sample(t_model: Path, oracle: Oracle, cell: dict[str, Any]) -> None:
+def test_matrix_sample(t_model: Path, oracles: Oracles, cell: dict[str, Any]) -> None:
     cell = dict(cell)
-    run_cell(t_model, oracle, cell.pop("company"), cell, LENGTHS[::2])
+    run_cell(t_model, oracles[cell["format"]], cell.pop("company"), cell, LENGTHS[::2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_matrix(t_model: Path, oracle: Oracle, cell: dict[str, Any]) -> None:
+def test_matrix(t_model: Path, oracles: Oracles, cell: dict[str, Any]) -> None:
     cell = dict(cell)
-    run_cell(t_model, oracle, cell.pop("company"), cell, LENGTHS)
+    run_cell(t_model, oracles[cell["format"]], cell.pop("company"), cell, LENGTHS)
 
 
 def test_pairs_are_covered() -> None:

@@ -1,19 +1,24 @@
-"""Paged attention: torch_native against the reference, with everything a sequence does not own poisoned."""
+"""Paged attention: every backend against the reference, with everything a sequence does not own poisoned."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from hybridserve.kernels.attention import BACKENDS, plan, torch_native
 from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
+from hybridserve.kernels.attention.native import Native
 from hybridserve.kernels.attention.reference import Reference
 from hybridserve.kernels.attention.torch_native import TorchNative
+from hybridserve.kernels.registry import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 POISONS = [float("nan"), 1e3]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -89,15 +94,30 @@ class Case:
         return make_metadata(self.lengths, self.tables, self.shape.block_size)
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
+        return self.run_part(backend, slice(None), self.metadata(), window)
+
+    def run_part(
+        self, backend: AttentionBackend, rows: slice, metadata: AttentionMetadata, window: int | None = None
+    ) -> torch.Tensor:
+        """These rows of the batch, which `metadata` describes, on the whole cache."""
         return backend.forward(
-            self.query,
-            self.key,
-            self.value,
+            self.query[rows],
+            self.key[rows],
+            self.value[rows],
             self.cache,
-            backend.prepare(self.metadata()),
+            backend.prepare(metadata),
             scale=self.shape.scale,
             window=window,
         )
+
+    def run_in_chunks(self, backend: AttentionBackend, chunks: list[int], window: int | None) -> torch.Tensor:
+        """The only sequence, in as many steps as there are chunks."""
+        outputs, start = [], 0
+        for rows in chunks:
+            metadata = make_metadata([(start, rows)], self.tables, self.shape.block_size)
+            outputs.append(self.run_part(backend, slice(start, start + rows), metadata, window))
+            start += rows
+        return torch.cat(outputs)
 
 
 def make_metadata(
@@ -127,23 +147,45 @@ def assert_matches_reference(
     window: int | None = None,
     poison: float = float("nan"),
     seed: int = 0,
-    backend: TorchNative | None = None,
+    *,
+    backend: AttentionBackend,
 ) -> None:
     ours, reference = (Case(lengths, shape, seed, poison) for _ in range(2))
-    result = ours.run(backend or TorchNative(), window)
+    result = ours.run(backend, window)
     expected = reference.run(Reference(), window)
     tolerance = TOLERANCE[shape.dtype]
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(ours.arena.bytes(), reference.arena.bytes())
 
 
-@pytest.fixture(params=["flash", "plain"])
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchNative:
-    """Both ways to attend: torch's CPU kernel, and the products that other devices use."""
+def made(backend: type[AttentionBackend]) -> AttentionBackend:
+    if reason := backend.why_not(Capabilities("cpu", "float32")):
+        pytest.skip(f"{backend.name} {reason}")
+    return backend()
+
+
+@pytest.fixture
+def native() -> Native:
+    return made(Native)
+
+
+@pytest.fixture(params=["native", "flash", "plain"])
+def ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    """All but the reference; torch_native by torch's CPU kernel, and by the products of other devices."""
+    if request.param == "native":
+        return made(Native)
     if request.param == "plain":
         monkeypatch.setattr(torch_native, "_flash_is_right", lambda: False)
         monkeypatch.setattr(torch_native, "SCORE_ELEMENTS", 64)
     return TorchNative()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts the number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 MIXED = [(0, 7), (13, 1), (9, 5), (0, 1), (4, 1), (8, 4), (31, 1), (0, 33)]
@@ -151,24 +193,24 @@ MIXED = [(0, 7), (13, 1), (9, 5), (0, 1), (4, 1), (8, 4), (31, 1), (0, 33)]
 
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
-def test_ragged_batches(native: TorchNative, window: int | None, poison: float) -> None:
-    assert_matches_reference(MIXED, Shape(), window, poison, backend=native)
+def test_ragged_batches(ours: AttentionBackend, window: int | None, poison: float) -> None:
+    assert_matches_reference(MIXED, Shape(), window, poison, backend=ours)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
-def test_head_shapes(group: int, head_dim: int) -> None:
+def test_head_shapes(ours: AttentionBackend, group: int, head_dim: int) -> None:
     shape = Shape(heads=2 * group, kv_heads=2, head_dim=head_dim)
-    assert_matches_reference([(0, 5), (6, 3), (9, 1), (2, 1)], shape)
+    assert_matches_reference([(0, 5), (6, 3), (9, 1), (2, 1)], shape, backend=ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 5])
-def test_half_precision(native: TorchNative, dtype: torch.dtype, window: int | None) -> None:
-    assert_matches_reference(MIXED, Shape(dtype=dtype), window, backend=native)
+def test_half_precision(ours: AttentionBackend, dtype: torch.dtype, window: int | None) -> None:
+    assert_matches_reference(MIXED, Shape(dtype=dtype), window, backend=ours)
 
 
-def test_the_cache_may_have_another_type() -> None:
+def test_the_cache_may_have_another_type(ours: AttentionBackend) -> None:
     """What is attended to is what the cache holds, whether it was cached now or in an earlier step."""
     cases = [Case(MIXED, Shape(dtype=torch.bfloat16), 0) for _ in range(2)]
     for case in cases:
@@ -177,81 +219,116 @@ def test_the_cache_may_have_another_type() -> None:
             x.float() + 1e-3 * torch.randn(x.shape, generator=generator)
             for x in (case.query, case.key, case.value)
         )
-    results = [case.run(backend) for case, backend in zip(cases, (TorchNative(), Reference()), strict=True)]
+    results = [case.run(backend) for case, backend in zip(cases, (ours, Reference()), strict=True)]
     assert results[0].dtype == torch.float32
     torch.testing.assert_close(*results, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_block_sizes(block_size: int) -> None:
+def test_block_sizes(ours: AttentionBackend, block_size: int) -> None:
     for window in (None, 4):
-        assert_matches_reference(MIXED, Shape(block_size=block_size), window)
+        assert_matches_reference(MIXED, Shape(block_size=block_size), window, backend=ours)
 
 
-def test_f021_decodes_and_prefills_in_every_order() -> None:
+def test_f021_decodes_and_prefills_in_every_order(ours: AttentionBackend) -> None:
     for order in itertools.permutations([(5, 1), (12, 1), (0, 6), (7, 3)]):
-        assert_matches_reference(list(order), Shape(), poison=1e3)
+        assert_matches_reference(list(order), Shape(), poison=1e3, backend=ours)
 
 
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("window", [None, 6])
-def test_f014_a_prompt_cut_anywhere_is_the_same_prompt(window: int | None, poison: float) -> None:
-    shape, native = Shape(), TorchNative()
-    whole = Case([(0, 24)], shape, 0, poison)
-    expected = whole.run(native, window)
+def test_f014_a_prompt_cut_anywhere_is_the_same_prompt(
+    ours: AttentionBackend, window: int | None, poison: float
+) -> None:
+    whole = Case([(0, 24)], Shape(), 0, poison)
+    expected = whole.run(ours, window)
     cuts = [[cut, 24 - cut] for cut in range(1, 24)] + [[1] * 24, [5] * 4 + [4]]
     for chunks in cuts:
-        case = Case([(0, 24)], shape, 0, poison)
-        outputs, start = [], 0
-        for rows in chunks:
-            part = slice(start, start + rows)
-            metadata = native.prepare(make_metadata([(start, rows)], case.tables, shape.block_size))
-            outputs.append(
-                native.forward(
-                    case.query[part],
-                    case.key[part],
-                    case.value[part],
-                    case.cache,
-                    metadata,
-                    scale=shape.scale,
-                    window=window,
-                )
-            )
-            start += rows
-        torch.testing.assert_close(torch.cat(outputs), expected, atol=2e-6, rtol=2e-6)
+        case = Case([(0, 24)], Shape(), 0, poison)
+        actual = case.run_in_chunks(ours, chunks, window)
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
         assert torch.equal(case.arena.bytes(), whole.arena.bytes())
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_company_does_not_matter(window: int | None) -> None:
-    shape, native = Shape(), TorchNative()
-    case = Case(MIXED, shape, 3)
-    together = torch.split(case.run(native, window), [rows for _, rows in MIXED])
-    fresh, row = Case(MIXED, shape, 3), 0
+def test_company_does_not_matter(ours: AttentionBackend, window: int | None) -> None:
+    case = Case(MIXED, Shape(), 3)
+    together = torch.split(case.run(ours, window), [rows for _, rows in MIXED])
+    fresh, row = Case(MIXED, Shape(), 3), 0
     for table, (context, rows), expected in zip(fresh.tables, MIXED, together, strict=True):
-        part = slice(row, row + rows)
-        metadata = native.prepare(make_metadata([(context, rows)], [table], shape.block_size))
-        result = native.forward(
-            fresh.query[part],
-            fresh.key[part],
-            fresh.value[part],
-            fresh.cache,
-            metadata,
-            scale=shape.scale,
-            window=window,
-        )
+        metadata = make_metadata([(context, rows)], [table], fresh.shape.block_size)
+        result = fresh.run_part(ours, slice(row, row + rows), metadata, window)
         torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-6)
         row += rows
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("threads")
+def test_bits_of_native_depend_on_nothing_but_the_sequence(
+    native: Native, dtype: torch.dtype, window: int | None
+) -> None:
+    """In chunks of any size, among others, in any order and on any number of threads: the same bits."""
+    shape = Shape(heads=6, kv_heads=2, head_dim=20, block_size=16, dtype=dtype)
+    total = 210
+    whole = Case([(0, total)], shape, 0)
+    torch.set_num_threads(1)
+    expected = whole.run(native, window)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for chunks in ([1] * total, [64, 64, 64, 18], [33, 1, 100, 1, 75], [209, 1], [total]):
+            actual = Case([(0, total)], shape, 0).run_in_chunks(native, chunks, window)
+            assert torch.equal(actual, expected)
+
+        mixed = [(130, 1), (0, 70), (64, 64), (63, 1), (0, 100), (90, 33), (1, 2)]
+        case = Case(mixed, shape, 3)
+        parts = torch.split(case.run(native, window), [rows for _, rows in mixed])
+        starts = [0, *itertools.accumulate(rows for _, rows in mixed)]
+        for order in ([6, 5, 4, 3, 2, 1, 0], [3], [2, 0], [4, 4]):
+            take = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order])
+            metadata = make_metadata([mixed[i] for i in order], [case.tables[i] for i in order], 16)
+            inputs = (x[take] for x in (case.query, case.key, case.value))
+            actual = native.forward(*inputs, case.cache, metadata, scale=shape.scale, window=window)
+            assert torch.equal(actual, torch.cat([parts[i] for i in order]))
+
+
+def test_any_strides(ours: AttentionBackend) -> None:
+    """Elements of a head apart from each other, in what is given and in the cache."""
+    case = Case(MIXED, Shape(), 0)
+    expected = Case(MIXED, Shape(), 0).run(Reference())
+    spread = torch.full((*case.cache.shape, 3), float("nan"))
+    spread[..., 1] = case.cache
+    case.cache = spread[..., 1]
+    case.query, case.key, case.value = (
+        torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+        for x in (case.query, case.key, case.value)
+    )
+    torch.testing.assert_close(case.run(ours), expected, atol=2e-6, rtol=2e-6)
+    assert spread[..., ::2].isnan().all()
+
+
+def test_a_row_of_nan_is_alone(native: Native) -> None:
+    """Queries of one sequence, in the same registers: what one is does not reach the others."""
+    shape, lengths = Shape(), [(20, 9)]
+    expected = Case(lengths, shape, 0).run(native)
+    case = Case(lengths, shape, 0)
+    case.query[4] = float("nan")
+    actual = case.run(native)
+    assert actual[4].isnan().all()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(actual[others], expected[others])
+
+
 @pytest.mark.parametrize("window", [None, 3, 11, 40])
-def test_tiles_are_merged(native: TorchNative, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_are_merged(
+    ours: AttentionBackend, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contexts of many tiles, and windows of many spans and tiles, at sizes a test can afford."""
     monkeypatch.setattr(torch_native, "CPU_TILE_BYTES", 1)
     monkeypatch.setattr(plan, "WINDOW_ROWS", 4)
     lengths = [(61, 1), (0, 30), (45, 23), (3, 1), (0, 1), (39, 2)]
     for block_size in (1, 4, 6):
-        assert_matches_reference(lengths, Shape(block_size=block_size), window, backend=native)
+        assert_matches_reference(lengths, Shape(block_size=block_size), window, backend=ours)
 
 
 def test_window_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,22 +336,22 @@ def test_window_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = TorchNative().prepare(make_metadata([(9, 70), (0, 70), (3, 1)], [[*range(1, 21)]] * 3, 4))
     masks = [tile.mask for group in plan.make_plan(metadata, 4, 20, 1024).paged for tile in group.tiles]
     assert max(mask.numel() for mask in masks if mask is not None) <= 256
-    assert_matches_reference([(9, 70), (0, 70), (3, 1)], Shape(), window=20)
+    assert_matches_reference([(9, 70), (0, 70), (3, 1)], Shape(), window=20, backend=TorchNative())
 
 
-def test_a_window_reads_nothing_before_it() -> None:
+def test_a_window_reads_nothing_before_it(ours: AttentionBackend) -> None:
     """The blocks that a window has left may have been given away."""
-    shape, native = Shape(), TorchNative()
+    shape = Shape()
     for lengths in ([(21, 1)], [(21, 6)], [(21, 1), (30, 1), (17, 3)]):
         case = Case(lengths, shape, 0)
-        expected = case.run(native, window=5)
+        expected = case.run(ours, window=5)
         gone = Case(lengths, shape, 0)
         for table, (context, _) in zip(gone.tables, lengths, strict=True):
             for block in table[: (context - 4) // shape.block_size]:
                 gone.cache[block] = float("nan")
             for column in range((context - 4) // shape.block_size):
                 table[column] = 0
-        torch.testing.assert_close(gone.run(native, window=5), expected)
+        torch.testing.assert_close(gone.run(ours, window=5), expected)
 
 
 def test_many_short_rows_are_few_rectangles() -> None:
@@ -284,19 +361,19 @@ def test_many_short_rows_are_few_rectangles() -> None:
     assert len(made.paged) <= 4
     alike = plan.make_plan(make_metadata([(9, 1)] * 8, [[1, 2, 3]] * 8, 4), 4, None, 1 << 16)
     assert [group.rows.tokens for group in alike.paged] == [slice(0, 8)]  # nothing is copied to be batched
-    assert_matches_reference(lengths, Shape())
+    assert_matches_reference(lengths, Shape(), backend=TorchNative())
 
 
-def test_empty_batch(native: TorchNative) -> None:
+def test_empty_batch(ours: AttentionBackend) -> None:
     case = Case([], Shape(), 0)
     before = case.arena.bytes().clone()
-    assert case.run(native).shape == (0, 4, 16)
+    assert case.run(ours).shape == (0, 4, 16)
     assert torch.equal(case.arena.bytes(), before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", [[0, 1, 2, 2], [2, 0, 2, 1], [2, 2, 1, 0]])
-def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], order: list[int]) -> None:
+def test_f026_padding_rows_are_harmless(backend: type[AttentionBackend], order: list[int]) -> None:
     shape = Shape()
     live = [(9, 1), (6, 3)]
     case = Case(live, shape, 0)
@@ -307,7 +384,7 @@ def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], 
     guarded = torch.ones(len(case.cache), dtype=torch.bool)
     guarded[[0, *itertools.chain(*case.tables)]] = False
     before = case.cache[guarded].clone().view(torch.uint8)
-    instance = backend()
+    instance = made(backend)
     metadata = make_metadata([lengths[i] for i in order], [tables[i] for i in order], shape.block_size)
     result = instance.forward(
         case.query[take],
@@ -328,17 +405,17 @@ def test_f026_padding_rows_are_harmless(backend: type[TorchNative | Reference], 
 @pytest.mark.parametrize(
     "live", [[(21, 1)], [(16, 1)], [(5, 1)] * 3, [(21, 1), (9, 1)], [(0, 7)], [(9, 5), (0, 7), (6, 1)]]
 )
-def test_f031_a_padding_row_changes_no_bit(live: list[tuple[int, int]]) -> None:
-    shape, native = Shape(), TorchNative()
-    expected = Case(live, shape, 0).run(native)
+def test_f031_a_padding_row_changes_no_bit(ours: AttentionBackend, live: list[tuple[int, int]]) -> None:
+    shape = Shape()
+    expected = Case(live, shape, 0).run(ours)
     case = Case(live, shape, 0)
-    metadata = native.prepare(make_metadata([*live, (0, 1)], [*case.tables, [0]], shape.block_size))
+    metadata = ours.prepare(make_metadata([*live, (0, 1)], [*case.tables, [0]], shape.block_size))
     query, key, value = (torch.cat((x, x[:1])) for x in (case.query, case.key, case.value))
-    result = native.forward(query, key, value, case.cache, metadata, scale=shape.scale)
+    result = ours.forward(query, key, value, case.cache, metadata, scale=shape.scale)
     assert torch.equal(result[:-1], expected)
 
 
-def test_a_write_changes_its_slots_only() -> None:
+def test_a_write_changes_its_slots_only(ours: AttentionBackend) -> None:
     """Other layers, other blocks, other offsets and the gap between blocks keep their bytes."""
     lengths = [(5, 2), (11, 1)]
     case = Case(lengths, Shape(), 0, poison=1e3)
@@ -347,7 +424,7 @@ def test_a_write_changes_its_slots_only() -> None:
     slots = case.metadata().slot_mapping
     view[slots // 4, :, slots % 4] = True
     before = case.arena.values.clone()
-    case.run(TorchNative())
+    case.run(ours)
     assert torch.equal(case.arena.values[~written], before[~written])
     assert not torch.isclose(case.arena.values[written], before[written]).any()
     torch.testing.assert_close(case.cache[slots // 4, 0, slots % 4], case.key)
@@ -355,9 +432,9 @@ def test_a_write_changes_its_slots_only() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_f073_offsets_past_32_bits(backend: type[TorchNative | Reference]) -> None:
+def test_f073_offsets_past_32_bits(backend: type[AttentionBackend]) -> None:
     """Blocks just past 2^31 elements (and 2^32 bytes more) of lazily committed memory."""
-    shape, instance = Shape(), backend()
+    shape, instance = Shape(), made(backend)
     inner = 2 * shape.block_size * shape.kv_heads * shape.head_dim
     num_blocks, stride = 9, (1 << 28) + 64
     values = torch.empty(num_blocks * stride, dtype=shape.dtype)

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hybridserve.kernels.ssm import BACKENDS, Reference
+from hybridserve.kernels.registry import Capabilities
+from hybridserve.kernels.ssm import BACKENDS, Native, Reference
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NUM_CHANNELS = 6
@@ -24,7 +26,26 @@ OTHERS = [backend for backend in BACKENDS if backend is not Reference]
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest) -> SSMBackend:
-    return request.param()
+    return made(request.param)
+
+
+@pytest.fixture
+def native() -> Native:
+    return made(Native)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts the number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def made(backend: type[SSMBackend]) -> SSMBackend:
+    if reason := backend.why_not(Capabilities("cpu", "float32")):
+        pytest.skip(f"{backend.name} {reason}")
+    return backend()
 
 
 @dataclass
@@ -191,7 +212,7 @@ def test_ragged_batches(backend_class: type[SSMBackend], lens: list[int], option
     slots = [7, 3, 11, 1, 9][: len(lens)]
     for has_state in itertools.product([True, False], repeat=min(len(lens), 3)):
         states = (list(has_state) * 2)[: len(lens)]
-        check_against_reference(backend_class(), layer, Arena.random(1), batch_of(lens, slots, states))
+        check_against_reference(made(backend_class), layer, Arena.random(1), batch_of(lens, slots, states))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -326,7 +347,7 @@ def test_a_sequence_without_tokens_keeps_its_state(backend: SSMBackend) -> None:
 def test_metadata_that_was_not_prepared(backend_class: type[SSMBackend]) -> None:
     lens, slots, states = [3, 1], [4, 8], [True, True]
     layer, arena, batch = Layer.random(4), Arena.random(13), batch_of(lens, slots, states)
-    backend = backend_class()
+    backend = made(backend_class)
     actual = backend.causal_conv1d(layer.x, layer.conv_weight, None, arena.conv, batch, silu=False)
     expected = Reference().causal_conv1d(
         layer.x, layer.conv_weight, None, Arena.random(13).conv, batch, silu=False
@@ -345,7 +366,7 @@ def test_half_precision(backend_class: type[SSMBackend], dtype: torch.dtype) -> 
     layer = Layer.random(sum(lens), dtype=dtype)
     arena = Arena.random(14, dtype=dtype)
     check_against_reference(
-        backend_class(), layer, arena, batch_of(lens, slots, states), 4 * torch.finfo(dtype).eps
+        made(backend_class), layer, arena, batch_of(lens, slots, states), 4 * torch.finfo(dtype).eps
     )
 
 
@@ -357,7 +378,7 @@ def test_bfloat16_stays_near_float32(backend_class: type[SSMBackend]) -> None:
     full = Layer(**{k: None if v is None else v.float() for k, v in vars(half).items()})
     ours, theirs = Arena.random(15), Arena.random(15)
     batch = batch_of(lens, slots, states)
-    backend = backend_class()
+    backend = made(backend_class)
     u = backend.causal_conv1d(half.x, half.conv_weight, half.conv_bias, ours.conv, batch)
     assert_same(
         u.float(),
@@ -382,7 +403,7 @@ def test_extreme_steps(backend_class: type[SSMBackend]) -> None:
     layer.dt = layer.dt * 40
     layer.A = layer.A * 50
     arena = Arena.random(16)
-    check_against_reference(backend_class(), layer, arena, batch_of([1, 29], [3, 2], [True, True]), 1e-4)
+    check_against_reference(made(backend_class), layer, arena, batch_of([1, 29], [3, 2], [True, True]), 1e-4)
 
 
 @pytest.mark.parametrize("backend_class", OTHERS, ids=lambda b: b.name)
@@ -395,8 +416,103 @@ def test_scan_in_blocks(backend_class: type[SSMBackend], monkeypatch: pytest.Mon
         monkeypatch.setattr(f"{module}._BLOCK_ELEMENTS", tokens * NUM_CHANNELS * NUM_STATES)
         monkeypatch.setattr(f"{module}._SEGMENT_ELEMENTS", segment * NUM_CHANNELS)
         check_against_reference(
-            backend_class(), layer, Arena.random(17), batch_of(lens, slots, [True, False, True, True, False])
+            made(backend_class),
+            layer,
+            Arena.random(17),
+            batch_of(lens, slots, [True, False, True, True, False]),
         )
+
+
+@pytest.mark.parametrize(("channels", "states"), [(6, 4), (24, 16), (150, 16), (16, 8), (33, 37)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("threads")
+def test_bits_of_native_depend_on_nothing_but_the_sequence(
+    native: Native, channels: int, states: int, dtype: torch.dtype
+) -> None:
+    """In chunks of any size, among others, in any order and on any number of threads: the same bits."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    total = 90
+    weight, bias, dt_bias = rand(channels, 4).to(dtype), rand(channels).to(dtype), rand(channels) - 1
+    A, D = -torch.rand(channels, states, generator=generator), rand(channels)
+    x, z = rand(3 * total, 2 * channels).to(dtype).chunk(2, 1)
+    dt, (B, C) = rand(3 * total, channels).to(dtype), rand(3 * total, 2 * states).to(dtype).chunk(2, 1)
+
+    def run(conv: torch.Tensor, ssm: torch.Tensor, tokens: torch.Tensor, batch: SSMMetadata) -> torch.Tensor:
+        u = native.causal_conv1d(x[tokens], weight, bias, conv, batch)
+        y = native.selective_scan(u, dt[tokens], A, B[tokens], C[tokens], D, z[tokens], dt_bias, ssm, batch)
+        return torch.cat([u, y], 1)
+
+    def memory() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((5, channels, 3), 7.0).to(dtype), torch.full((5, channels, states), 7.0)
+
+    torch.set_num_threads(1)
+    whole = memory()
+    expected = run(*whole, torch.arange(total), batch_of([total], [2], [False]))
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for chunks in ([1] * total, [16, 16, 1, 57], [3, 80, 7], [total]):
+            ours, outputs, start = memory(), [], 0
+            for chunk in chunks:
+                company = torch.arange(total, 2 * total - start)
+                tokens = torch.cat([company, torch.arange(start, start + chunk), torch.tensor([2 * total])])
+                lens = [len(company), chunk, 1]
+                result = run(*ours, tokens, batch_of(lens, [1, 2, 3], [start > 9, start > 0, True]))
+                outputs.append(result[len(company) : -1])
+                start += chunk
+            assert torch.equal(torch.cat(outputs), expected)
+            assert torch.equal(ours[0][2], whole[0][2])
+            assert torch.equal(ours[1][2], whole[1][2])
+
+
+def test_softplus_and_silu_at_extremes(native: Native) -> None:
+    """A step from zero with u = B = C = 1 is (softplus(dt) + D) silu(z): neither overflows."""
+    dt = torch.tensor([-1e4, -104, -90, -87, -30, -5, -1e-6, 0, 1e-6, 3, 20, 30, 88, 89, 1e4])
+    z = torch.cat([torch.linspace(-120, 120, 97), torch.tensor([-1e30, -1e-30, 0, 1e-30, 1e30, torch.inf])])
+    ones, batch = torch.ones(1, 1), batch_of([1], [1], [False])
+
+    def step(dt: torch.Tensor, z: torch.Tensor, skip: float) -> torch.Tensor:
+        n = len(dt)
+        state, A, D = torch.zeros(2, n, 1), -torch.ones(n, 1), torch.full((n,), skip)
+        return native.selective_scan(
+            torch.ones(1, n), dt[None], A, ones, ones, D, z[None], None, state, batch
+        )[0]
+
+    large = torch.full_like(dt, 100.0)  # silu(100) = 100
+    expected = torch.where(dt > 30, dt.double(), torch.log1p(torch.exp(dt.double().clamp(max=30))))
+    torch.testing.assert_close(step(dt, large, 0.0).double() / 100, expected, rtol=1e-6, atol=1e-37)
+    nothing = torch.full_like(z, -1e4)  # softplus(-10000) = 0
+    expected = z.double() / (1 + torch.exp(-z.double()))
+    torch.testing.assert_close(step(nothing, z, 1.0).double(), expected, rtol=1e-6, atol=1e-36)
+    assert step(torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, torch.nan]), 1.0).isnan().all()
+
+
+def test_decays_are_exact(native: Native) -> None:
+    """exp(delta A) of a state of one, from no decay at all to nothing left, against double precision."""
+    delta = torch.tensor([0.0, 1e-7, 1e-3, 0.3, 1.0, 7.7, 40.0, 86.0, 200.0, 1e4])
+    dt = torch.where(delta > 20, delta, torch.log(torch.expm1(delta)))
+    delta = torch.where(dt > 20, dt.double(), torch.log1p(torch.exp(dt.double())))
+    n = len(delta)
+    state, zeros = torch.ones(2, n, 1), torch.zeros(1, 1)
+    y = native.selective_scan(
+        torch.ones(1, n), dt[None], -torch.ones(n, 1), zeros, zeros + 1, torch.zeros(n), None, None, state,
+        batch_of([1], [1], [True]),
+    )  # fmt: skip
+    torch.testing.assert_close(y[0].double(), torch.exp(-delta), rtol=3e-7 * 90, atol=1e-37)
+    torch.testing.assert_close(y[0, :6].double(), torch.exp(-delta[:6]), rtol=1e-6, atol=0)
+    assert float(y[0, 0]) == 1.0
+    assert torch.equal(state[1, :, 0], y[0])
+
+
+def test_mixed_dtypes(backend: SSMBackend) -> None:
+    """Arguments in float32 beside inputs in a half dtype: no part is rounded to the lesser one."""
+    lens, slots, states = [5, 1], [3, 2], [False, True]
+    layer = Layer.random(6)
+    layer.x, layer.z = layer.x.bfloat16(), layer.z.bfloat16()
+    check_against_reference(backend, layer, Arena.random(20), batch_of(lens, slots, states), 2**-8)
 
 
 def test_inside_and_outside_of_inference_mode(backend: SSMBackend) -> None:

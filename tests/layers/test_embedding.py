@@ -30,8 +30,8 @@ def test_embedding_and_head(size: int, tied: bool) -> None:
             context.weights.tensors[name].load(weight)
         for finish in context.weights.finishers:
             finish()
-        hidden = embedding(ids)
-        return hidden, head(hidden)
+        hidden = embedding(ids, None)
+        return hidden, head(hidden, None)
 
     for hidden, logits in run_ranks(size, rank):
         assert torch.equal(hidden, weight[ids])

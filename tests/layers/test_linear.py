@@ -82,7 +82,7 @@ def test_column_parallel_qkv(size: int) -> None:
         slices = [OutputSlice("q", 24, 3), OutputSlice("k", 6, 3, replicated=True)]
         layer = ColumnParallelLinear(context, "m", slices, 5, bias=True)
         fill(context, tensors)
-        return layer(x).view(7, -1, 3)
+        return layer(x, None).view(7, -1, 3)
 
     for index, out in enumerate(run_ranks(size, rank)):
         mine = range(index * 8 // size, (index + 1) * 8 // size)
@@ -100,7 +100,7 @@ def test_row_parallel_adds_its_bias_once(size: int) -> None:
         context = Backends().context(tp=tp)
         layer = RowParallelLinear(context, "m", "out", 8, 6, bias=True)
         fill(context, tensors)
-        return layer(x[:, cut("x", 8, tp)])
+        return layer(x[:, cut("x", 8, tp)], None)
 
     for out in run_ranks(size, rank):
         torch.testing.assert_close(out, want)
@@ -113,7 +113,7 @@ def test_replicated_is_whole_on_every_rank() -> None:
         context = Backends().context(tp=tp)
         layer = ReplicatedLinear(context, "m", "router", 8, 3)
         fill(context, tensors)
-        return layer(torch.eye(8))
+        return layer(torch.eye(8), None)
 
     assert all(torch.equal(out, tensors["m.router.weight"].T) for out in run_ranks(2, rank))
 

@@ -11,6 +11,7 @@ import pytest
 
 from hybridserve import LLM, EngineConfig, SamplingParams
 from hybridserve.models.hub import resolve_model
+from hybridserve.outputs import StreamAborted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = "The people of the"
@@ -254,11 +255,11 @@ def test_a_step_that_fails_does_not_end_the_engine(
     runner = llm._core.executor.worker.runner
     plain, calls = runner.model.logits, []
 
-    def failing(hidden: Any) -> Any:
+    def failing(hidden: Any, lora: Any) -> Any:
         calls.append(hidden)
         if len(calls) == 3:
             raise error
-        return plain(hidden)
+        return plain(hidden, lora)
 
     monkeypatch.setattr(runner.model, "logits", failing, raising=False)
     with pytest.raises(error):
@@ -267,6 +268,9 @@ def test_a_step_that_fails_does_not_end_the_engine(
     assert llm.stats()["num_running"] == llm.stats()["cache_num_blocks"] == 0
     output = llm.generate("The king", SamplingParams(max_tokens=2, prompt_logprobs=0))[0]
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    stats = llm.stats()
+    # the two that were dropped have finished, too; the continuation of each began again, or never did
+    assert stats["num_finished_requests"] == stats["num_requests"]
 
 
 def test_logits_that_are_not_finite_end_a_stream_with_an_error(
@@ -274,8 +278,8 @@ def test_logits_that_are_not_finite_end_a_stream_with_an_error(
 ) -> None:
     model = llm._core.executor.worker.runner.model
     plain = model.logits
-    monkeypatch.setattr(model, "logits", lambda hidden: plain(hidden) * math.nan, raising=False)
-    with pytest.raises(RuntimeError, match="not finite"):
+    monkeypatch.setattr(model, "logits", lambda hidden, lora: plain(hidden, lora) * math.nan, raising=False)
+    with pytest.raises(StreamAborted, match="not finite"):
         list(llm.stream(PROMPT, GREEDY))
     completion = llm.generate(PROMPT, GREEDY)[0].outputs[0]
     assert completion.finish_reason == "abort"
@@ -330,8 +334,8 @@ def test_nothing_runs_if_one_prompt_is_bad(llm: LLM) -> None:
     assert llm.stats()["num_requests"] == before
 
 
-@pytest.mark.parametrize("adapter", ["shakespeare", ["shakespeare"], ""])
-def test_any_adapter_is_refused(llm: LLM, adapter: Any) -> None:
+@pytest.mark.parametrize("adapter", ["milton", ["milton"], "", 3, [3], {}, ["python", "python"]])
+def test_an_adapter_that_there_is_not_is_refused(llm: LLM, adapter: Any) -> None:
     with pytest.raises(ValueError, match=r"^adapter: "):
         llm.generate([PROMPT], GREEDY, adapter=adapter)
     assert llm.generate([PROMPT], GREEDY, adapter=[None])

@@ -79,7 +79,6 @@ def test_every_size_must_be_there(name: str) -> None:
         ("Jamba", {"num_key_value_heads": 3}, "4 heads can't share 3 KV heads evenly"),
         ("Jamba", {"mamba_d_conv": 1}, "mamba_d_conv: 1"),
         ("Jamba", {"mamba_dt_rank": "big"}, "mamba_dt_rank"),
-        ("Jamba", {"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq checkpoints"),
         ("Mamba", {"hidden_act": "relu"}, "hidden_act: 'relu'"),
         ("Llama", {"mlp_bias": "no"}, "mlp_bias: 'no'"),
         ("Llama", {"rms_norm_eps": 0}, "rms_norm_eps: 0"),

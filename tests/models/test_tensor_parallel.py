@@ -82,8 +82,8 @@ def test_j5_x_proj_is_reduced_before_the_norms(tmp_path: Path, monkeypatch) -> N
     class NormedPart(linear.RowParallelLinear):
         """The fault: each rank norms its own partial sums."""
 
-        def __call__(self, x):
-            part = self.projection(x)
+        def __call__(self, x, lora):
+            part = self.projection(x, lora)
             if self.projection.outputs.placements[0].module != "x_proj":
                 return self.tp.all_reduce(part)
             return self.tp.all_reduce(part / part.pow(2).mean(-1, keepdim=True).sqrt())

@@ -96,7 +96,10 @@ def test_misshapen_tensor(jamba: Path) -> None:
 
 def test_integer_tensor(jamba: Path) -> None:
     rewrite(jamba, lambda tensors: tensors.update({GATE: torch.zeros(128, 64, dtype=torch.int8)}))
-    with pytest.raises(ValueError, match=rf"'{GATE}' is I8: quantized weights are not supported"):
+    with pytest.raises(ValueError, match=rf"'{GATE}' is quantized, but its scales '\S+_scale' are missing"):
+        load(jamba)
+    rewrite(jamba, lambda tensors: tensors.update({GATE: torch.zeros(128, 64, dtype=torch.int32)}))
+    with pytest.raises(ValueError, match=rf"'{GATE}' is I32: not supported"):
         load(jamba)
 
 

@@ -119,6 +119,19 @@ def test_messages_that_are_none(demo, messages):
         demo.chat_ids(messages)
 
 
+def test_an_assistant_may_say_nothing(demo):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
+    silent = [turns[0], {"role": "assistant", "content": None}]
+    assert demo.render_chat(silent) == demo.render_chat(turns)
+    assert silent[1]["content"] is None
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_nobody_else_may_say_nothing(demo, role):
+    with pytest.raises(ValueError, match=r"^messages\[1\]\.content: "):
+        demo.render_chat([{"role": "user", "content": "Hi"}, {"role": role, "content": None}])
+
+
 def test_no_chat_template(tmp_path):
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="no chat template"):

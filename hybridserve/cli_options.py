@@ -1,0 +1,221 @@
+"""What may be typed: the commands, their arguments, and an option for each key of the configuration.
+
+Knows names, types and help texts, and turns what was typed into keyword arguments; does not know what a
+command does. Reads the schema of the configuration only for a command that takes it: `--help` alone is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hybridserve import __version__
+from hybridserve.config.spelling import nearest
+from hybridserve.core.request import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE_ERROR = 2
+CONFIG = "config:"  # before the names of arguments that are keys of the configuration
+
+SAMPLING_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "tokens to generate at most"),
+    ("min_tokens", int, "tokens before which no text ends"),
+    ("n", int, "independent continuations of the prompt"),
+    ("temperature", float, "0 takes the most likely token"),
+    ("top_k", int, "draw among this many most likely tokens; 0 among all"),
+    ("top_p", float, "draw among the most likely tokens that have this probability together"),
+    ("min_p", float, "leave out tokens less likely than this share of the most likely one's"),
+    ("presence_penalty", float, "against tokens that were generated before"),
+    ("frequency_penalty", float, "the same, for each time that they were"),
+    ("repetition_penalty", float, "against tokens of prompt and output; 1 is none"),
+    (
+        "seed",
+        int,
+        "makes the draws repeatable (of a request; the key `seed` of a YAML file is for all others)",
+    ),
+    ("logprobs", int, "report each token's log-probability and this many most likely ones (with --prompts)"),
+    ("prompt_logprobs", int, "the same for the tokens of the prompt (with --prompts)"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.HelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}\n")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command, its arguments and what was set by options. Exits after --help or a mistake."""
+    arguments = [_with_underscores(argument) for argument in arguments]
+    parser = _Parser(prog="hybridserve", description="A serving engine for hybrid language models.")
+    parser.add_argument("--version", action="version", version=f"hybridserve {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = parser
+    for name, (add_options, about) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+        if name in arguments[:1]:  # the schema of the configuration is read for a command that takes it alone
+            add_options(command)
+            chosen = command
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        names = [name[2:] for action in chosen._actions for name in action.option_strings if name[:2] == "--"]
+        near = nearest(unknown[0][2:].partition("=")[0], names) if unknown[0][:2] == "--" else None
+        hint = f"did you mean --{near}?" if near else f"see {chosen.prog} --help"
+        chosen.error(f"unknown argument {unknown[0]!r}; {hint}")
+    return args
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue; the continuation is shown as it comes"
+    )
+    source.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='a line each: {"prompt": text or list of token ids, any sampling parameters, "adapter"}',
+    )
+    parser.add_argument(
+        "--out", metavar="FILE.jsonl", type=Path, help="results of --prompts; standard output if not set"
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="continue with this adapter (see lora.adapters), not the base model",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="continue --prompt with the base model and with every adapter, in one batch, side by side",
+    )
+    sampling = parser.add_argument_group("sampling")
+    for name, kind, about in SAMPLING_OPTIONS:
+        sampling.add_argument(
+            f"--{name}", type=kind, default=argparse.SUPPRESS, metavar="N" if kind is int else "X", help=about
+        )
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="ends the text; may be repeated",
+    )
+    sampling.add_argument(
+        "--stop_token_ids",
+        type=int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="ID",
+        help="tokens that end the text",
+    )
+    sampling.add_argument(
+        "--ignore_eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on after an end-of-sequence token",
+    )
+    _add_config_options(parser)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODEL_OR_YAML_OR_ADAPTER",
+        help="show what a model would run with, too; or what an adapter's directory holds",
+    )
+    parser.add_argument(
+        "--on", metavar="MODEL", help="report what of the adapter would be applied to this model"
+    )
+    parser.add_argument("--models", action="store_true", help="list the supported architectures")
+    _add_config_options(parser)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    _add_config_options(parser)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="directory, hub id, or demo")
+    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="a directory that is not there, or empty")
+    parser.add_argument("--format", metavar="NAME", required=True, help="int8, int8-w8a8 or fp8")
+    parser.add_argument(
+        "--targets",
+        metavar="LIST",
+        help="experts, mlp, all (the default), or names of modules, separated by commas",
+    )
+
+
+COMMANDS = {
+    "generate": (_add_generate, "continue a prompt, or a file of prompts"),
+    "inspect": (_add_inspect, "show versions, the machine, and which backends are chosen and why"),
+    "plan": (_add_plan, "show what a model needs and how much fits, without loading it"),
+    "quantize": (_add_quantize, "write a model with quantized weights into another directory"),
+}
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each key of the configuration: its dotted name, and its last part where that is free."""
+    from hybridserve.config.loader import config_keys
+
+    group = parser.add_argument_group("configuration", "Any key of the YAML file; these win over the file.")
+    keys = {key: info for key, info in config_keys().items() if not info.is_required()}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    taken = {option for action in parser._actions for option in action.option_strings}
+    for key, info in keys.items():
+        last = key.rpartition(".")[2]
+        is_free = last not in keys and last not in sections
+        names = [f"--{key}", f"--{last}"] if is_free else [f"--{key}"]
+        if free := [name for name in names if name not in taken]:
+            default = json.dumps(info.default).strip('"')
+            group.add_argument(
+                *free,
+                dest=CONFIG + key,
+                default=argparse.SUPPRESS,
+                metavar="VALUE",
+                help=f"{info.description} (default: {default})".replace("%", "%%"),
+            )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of LLM: model or config file, and the keys that were set by options."""
+    from hybridserve.config.loader import TextValue
+
+    options: dict[str, Any] = {
+        name.removeprefix(CONFIG): TextValue(text)
+        for name, text in vars(args).items()
+        if name.startswith(CONFIG)
+    }
+    is_file = args.target.lower().endswith((".yaml", ".yml"))
+    return {"config" if is_file else "model": args.target, **options}
+
+
+def has_engine_options(args: argparse.Namespace) -> bool:
+    """Whether a key of the configuration was set by an option."""
+    return any(name.startswith(CONFIG) for name in vars(args))
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of SamplingParams that were set by options."""
+    return {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+
+
+def _with_underscores(argument: str) -> str:
+    """--max-tokens=5 -> --max_tokens=5: both spellings of an option's name work."""
+    name, equals, value = argument[2:].partition("=")
+    if not argument.startswith("--") or " " in name:  # with a space it is a value, to argparse as well
+        return argument
+    return f"--{name.replace('-', '_')}{equals}{value}"

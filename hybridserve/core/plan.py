@@ -1,0 +1,45 @@
+"""A step while it is being planned and then until its results are in. Knows what goes into a step; does not
+know who decides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridserve.core.step import ScheduledStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from hybridserve.core.cache_manager import ForkCopies
+    from hybridserve.core.request import Request
+    from hybridserve.core.step import ScheduledSequence, UnitCopy
+
+
+@dataclass(slots=True)
+class StepPlan:
+    step_id: int
+    budget: int  # tokens that it has room for
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    state_copies: list[UnitCopy] = field(default_factory=list)
+    block_copies: list[UnitCopy] = field(default_factory=list)
+    draws: list[Request] = field(default_factory=list)
+    completed: list[Request] = field(default_factory=list)
+    """Those whose prompts are done and that draw nothing."""
+    adapter_slots: set[int] = field(default_factory=set)
+
+    def fork(self, parent: Request, child: Request, copies: ForkCopies) -> None:
+        self.state_copies += copies.state
+        self.block_copies += copies.blocks
+        parent.last_step = child.last_step = self.step_id
+
+    def freeze(self, finished: Iterable[str], generation: Callable[[int], int]) -> ScheduledStep:
+        return ScheduledStep(
+            step_id=self.step_id,
+            sequences=tuple(self.sequences),
+            state_copies=tuple(self.state_copies),
+            block_copies=tuple(self.block_copies),
+            finished=tuple(dict.fromkeys(finished)),
+            adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
+        )

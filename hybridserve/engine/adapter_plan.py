@@ -1,0 +1,96 @@
+"""What a configuration and a model mean for adapters. Knows limits and directories; reads no adapter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridserve.core.adapter_slots import AdapterSlots
+from hybridserve.engine.units import size_text
+from hybridserve.models.hub import bundled_adapters
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hybridserve.config.schema import EngineConfig
+    from hybridserve.layers.context import BuildContext
+
+MAX_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPlan:
+    """Adapters: which there are from the start, and how many may be where."""
+
+    adapters: Mapping[str, Path]
+    """From the configuration, or those that come with the model where it names none."""
+    num_slots: int
+    max_rank: int
+    max_device_bytes: int | None
+    host_bytes: int
+    allow_runtime_loading: bool
+    roots: tuple[Path, ...]
+    num_modules: int
+    """Modules of the model that adapters may change."""
+    poison_freed: bool
+
+    def slots(self) -> AdapterSlots:
+        return AdapterSlots(self.num_slots, self.max_device_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "adapters": {name: str(path) for name, path in self.adapters.items()},
+            "max_loaded": self.num_slots,
+            "max_rank": self.max_rank,
+            "device_bytes": self.max_device_bytes,
+            "host_bytes": self.host_bytes,
+            "allow_runtime_loading": self.allow_runtime_loading,
+            "roots": [str(root) for root in self.roots],
+            "num_modules": self.num_modules,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For `EnginePlan.table`."""
+        on_device = "" if self.max_device_bytes is None else f" in {size_text(self.max_device_bytes)}"
+        names = list(self.adapters)
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+        known = f"{', '.join(names[:MAX_SHOWN])}{more}" if names else "none yet"
+        runtime = "; more may be loaded while serving" if self.allow_runtime_loading else ""
+        return [
+            ("adapters", known + runtime),
+            (
+                "",
+                f"{self.num_slots} on the device{on_device}, {size_text(self.host_bytes)} of host memory, "
+                f"rank up to {self.max_rank}, {self.num_modules} modules",
+            ),
+        ]
+
+
+def initial_adapters(config: EngineConfig) -> dict[str, Path]:
+    """By name. Their files are looked at when the engine starts."""
+    if config.lora.adapters is None:
+        return bundled_adapters(config.model)
+    return {name: _home(path) for name, path in config.lora.adapters.items()}
+
+
+def _home(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser() raises for a user that isn't there
+
+
+def plan_lora(config: EngineConfig, adapters: Mapping[str, Path], context: BuildContext) -> LoraPlan | None:
+    if context.lora is None:
+        return None
+    lora = config.lora
+    return LoraPlan(
+        adapters=adapters,
+        num_slots=lora.max_loaded,
+        max_rank=lora.max_rank,
+        max_device_bytes=lora.device_bytes,
+        host_bytes=lora.host_bytes,
+        allow_runtime_loading=lora.allow_runtime_loading,
+        roots=tuple(map(_home, lora.roots)),
+        num_modules=len(context.lora.modules),
+        poison_freed=config.cache.check_integrity,
+    )

@@ -1,0 +1,45 @@
+"""What an engine counts. Knows numbers; does not know what happens to a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridserve.core.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, and where the time of steps went (seconds).
+
+    A request has `params.n` sequences, and has finished when the last of them has.
+    """
+
+    num_steps: int = 0
+    num_requests: int = 0
+    num_finished_requests: int = 0
+    num_finished_sequences: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("schedule", "build", "forward", "sample", "update"), 0.0)
+    )
+
+    def gauges(self, scheduler: Scheduler) -> dict[str, float]:
+        """One number each: these counters, and how things stand with the scheduler and its memory."""
+        usage = scheduler.cache.usage()
+        return {
+            "num_steps": self.num_steps,
+            "num_requests": self.num_requests,
+            "num_finished_requests": self.num_finished_requests,
+            "num_finished_sequences": self.num_finished_sequences,
+            "num_computed_tokens": self.num_computed_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_preemptions": scheduler.counters.num_preemptions,
+            "num_running": scheduler.num_running,
+            "num_waiting": scheduler.num_waiting,
+            **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
+            **{f"cache_{name}": value for name, value in usage._asdict().items()},
+            "cache_utilisation": usage.utilisation,
+        }

@@ -1,0 +1,8 @@
+"""Low-rank adapters, many in a batch."""
+
+from hybridserve.kernels.lora.native import Native
+from hybridserve.kernels.lora.reference import Reference
+from hybridserve.kernels.lora.torch_native import TorchNative
+
+BACKENDS = (Native, TorchNative, Reference)
+"""Most preferred first."""

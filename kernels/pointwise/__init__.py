@@ -1,0 +1,8 @@
+"""Operators on rows: norms."""
+
+from hybridserve.kernels.pointwise.native import Native
+from hybridserve.kernels.pointwise.reference import Reference
+from hybridserve.kernels.pointwise.torch_native import TorchNative
+
+BACKENDS = (Native, TorchNative, Reference)
+"""Most preferred first."""

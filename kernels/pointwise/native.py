@@ -1,0 +1,79 @@
+"""Operators on rows in C, for CPUs. Knows how to hand tensors over; the arithmetic is in `native.c`.
+
+A row's result depends neither on the other rows nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridserve.kernels import native
+from hybridserve.kernels.native import INT, POINTER
+from hybridserve.kernels.pointwise.interface import PointwiseBackend
+
+if TYPE_CHECKING:
+    from hybridserve.kernels.registry import Capabilities
+
+SOURCE = Path(__file__).resolve().with_name("native.c")
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers that the C headers give to kinds of element."""
+
+FUNCTIONS = {
+    "rms_norm": (
+        *(POINTER, INT, INT, POINTER, INT),  # x, weight
+        *(POINTER, INT, INT, INT, ctypes.c_double),  # segments, rows, size of a row, eps
+        *(POINTER, INT),
+    ),
+}
+"""What native.c has, by the types of arguments."""
+
+
+class Native(PointwiseBackend):
+    """RuntimeError where there is no library: ask `why_not` first."""
+
+    name = "native"
+
+    @classmethod
+    def why_not(cls, capabilities: Capabilities) -> str | None:
+        if capabilities.device != "cpu":
+            return "runs on CPUs only"
+        return native.obstacle(SOURCE)
+
+    def __init__(self) -> None:
+        self._rms_norm = native.load(SOURCE, FUNCTIONS).rms_norm
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+        num_rows, row_size = x.shape
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._rms_norm(
+            x.data_ptr(),
+            x.stride(0),
+            _KINDS[x.dtype],
+            weight.data_ptr(),
+            _KINDS[weight.dtype],
+            _int64_array(sizes),
+            len(sizes),
+            num_rows,
+            row_size,
+            eps,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y
+
+
+@functools.cache
+def _int64_array(sizes: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(sizes))(*sizes)

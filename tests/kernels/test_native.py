@@ -1,0 +1,400 @@
+"""C sources are built once, kept, and loaded only where nobody else could have written them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from hybridserve.kernels import native
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Callable
+
+KERNELS = Path(native.__file__).resolve().parent
+COMPILER = os.environ.get("CC", "cc").split()[0]
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C compiler ({COMPILER})")
+
+TWICE = """
+#include "native.h"
+EXPORT void twice(const float *x, float *y, int64_t n) {
+  for (int64_t i = 0; i < n; i++) y[i] = 2 * x[i];
+}
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernel of its own, with a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "toy" / "native.c"
+    path.parent.mkdir()
+    path.write_text(TWICE)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "hybridserve" / "native"
+
+
+@pytest.fixture
+def built(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The lines about compiling since it was last asked."""
+
+    def lines() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records if record.name == "hybridserve"]
+        caplog.clear()
+        return messages
+
+    caplog.set_level(logging.DEBUG, "hybridserve")
+    return lines
+
+
+def compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def works(library: ctypes.CDLL) -> bool:
+    native.declare(library, {"twice": (native.POINTER, native.POINTER, native.INT)})
+    x, y = torch.arange(5.0), torch.empty(5)
+    library.twice(x.data_ptr(), y.data_ptr(), 5)
+    return torch.equal(y, 2 * x)
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.so"))
+
+
+@needs_compiler
+def test_is_built_once_and_kept(source: Path, folder: Path, built: Callable[[], list[str]]) -> None:
+    assert works(native.open_library(source))
+    (line,) = built()
+    assert line.startswith("building C kernels: toy")
+    assert str(folder) in line
+    (name,) = kept(folder)
+    assert name.startswith("toy-")
+    assert {path.name for path in folder.iterdir()} == {name, "lock"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert works(native.open_library(source))
+    assert built() == []
+
+
+@needs_compiler
+def test_home_is_used_without_xdg(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for value in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert works(native.open_library(source))
+    assert len(kept(tmp_path / "home" / ".cache" / "hybridserve" / "native")) == 1
+
+
+@needs_compiler
+def test_every_ingredient_changes_the_name(
+    source: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.open_library(source)
+
+    def is_new() -> bool:
+        before = kept(folder)
+        assert works(native.open_library(source))
+        return len(kept(folder)) == len(before) + 1
+
+    assert not is_new()
+    source.write_text(TWICE + "\n")
+    assert is_new()
+    (source.parent / "own.h").write_text("")
+    assert is_new()
+    monkeypatch.setattr(native, "_cpu_features", lambda: "flags: sse2")
+    assert is_new()
+    monkeypatch.setenv("CC", f"{COMPILER} -DX")
+    assert is_new()
+    monkeypatch.setenv(
+        "CC", compiler(tmp_path / "cc-2", f'[ "$1" = --version ] && echo 2 || {COMPILER} "$@"')
+    )
+    assert is_new()
+    monkeypatch.setattr(native, "_openmp_runtime", lambda version: None)
+    assert is_new()
+    assert not is_new()
+
+
+@pytest.mark.parametrize("name", ["no-such-compiler", "/no/such/compiler -O1"])
+def test_no_compiler(source: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", name)
+    with pytest.raises(native.BuildError, match=f"no C compiler .*{name.split()[0]}"):
+        native.open_library(source)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            "echo 'a warning: x' >&2; echo 'native.c:3:1: error: boom' >&2; exit 1",
+            "native.c:3:1: error: boom",
+        ),
+        ("echo 'license expired' >&2; exit 1", "license expired"),
+        ("exit 3", "status 3"),
+        ("exit 0", "can't be loaded"),  # but wrote nothing
+        (
+            '[ "$1" = --version ] || for a; do last=$a; done; echo nonsense > "$(dirname $0)/x"; exit 0',
+            "loaded",
+        ),
+    ],
+)
+def test_a_broken_compiler_is_a_reason(
+    source: Path, tmp_path: Path, script: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc-broken", script))
+    with pytest.raises(native.BuildError) as error:
+        native.open_library(source)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_compiler_that_is_no_program(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "cc-no-program"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    with pytest.raises(native.BuildError, match="can't be run"):
+        native.open_library(source)
+
+
+@needs_compiler
+def test_an_error_in_the_source_is_its_first_line(source: Path, folder: Path) -> None:
+    source.write_text("int a;\nint b = nothing;\nint c = nothing_either;\n")
+    with pytest.raises(native.BuildError, match=r"native\.c:2.*nothing.*undeclared"):
+        native.open_library(source)
+    assert kept(folder) == []
+    assert native.obstacle(source)
+    with pytest.raises(RuntimeError, match="undeclared"):
+        native.load(source, {})
+
+
+@needs_compiler
+def test_a_home_that_cannot_be_used(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, built: Callable[[], list[str]]
+) -> None:
+    """Read-only, missing or full: the library is built in a folder that is gone when it is loaded."""
+    (tmp_path / "file").write_text("")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert works(native.open_library(source))
+    assert "for this process only" in built()[0]
+    assert list(temporary.iterdir()) == []
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_home(source: Path, folder: Path, built: Callable[[], list[str]]) -> None:
+    folder.mkdir(parents=True)
+    folder.chmod(0o500)
+    assert works(native.open_library(source))
+    assert "for this process only" in built()[0]
+
+
+@needs_compiler
+def test_a_warm_read_only_home(source: Path, folder: Path, built: Callable[[], list[str]]) -> None:
+    native.open_library(source)
+    (folder / "lock").unlink()
+    folder.chmod(0o500)
+    built()
+    assert works(native.open_library(source))
+    assert built() == []
+    assert not (folder / "lock").exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_can_write_is_refused(
+    source: Path, folder: Path, mode: int, built: Callable[[], list[str]]
+) -> None:
+    """Not even a file with the right name and digest is loaded from there."""
+    native.open_library(source)
+    (name,) = kept(folder)
+    content = (folder / name).read_bytes()
+    folder.chmod(mode)
+    built()
+    assert works(native.open_library(source))
+    (line,) = built()
+    assert "can be written by others" in line
+    assert "for this process only" in line
+    assert (folder / name).read_bytes() == content
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "link", "group"])
+def test_a_damaged_file_is_built_again(
+    source: Path, folder: Path, damage: str, built: Callable[[], list[str]]
+) -> None:
+    native.open_library(source)
+    path = folder / kept(folder)[0]
+    content = path.read_bytes()
+    # In a new file: this process has the old one mapped.
+    path.unlink()
+    if damage == "link":
+        (folder / "elsewhere").write_bytes(content)
+        path.symlink_to("elsewhere")
+    else:
+        flipped = content[:2000] + bytes([content[2000] ^ 1]) + content[2001:]
+        path.write_bytes(
+            {"truncated": content[:-4000], "flipped": flipped, "empty": b""}.get(damage, content)
+        )
+        path.chmod(0o770 if damage == "group" else 0o700)
+    built()
+    assert works(native.open_library(source))
+    assert len(built()) == 1
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o022 == 0
+    assert works(native.open_library(source))
+    assert built() == []
+
+
+@needs_compiler
+def test_builds_at_once_are_one_build(
+    source: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    counting = f'[ "$1" = --version ] || {{ echo "$@" >> {calls}; sleep 0.2; }}; exec {COMPILER} "$@"'
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc-counting", counting))
+    with ThreadPoolExecutor(4) as pool:  # locks of a file are between its openings, also in one process
+        libraries = list(pool.map(native.open_library, [source] * 4))
+    assert all(works(library) for library in libraries)
+    assert len(calls.read_text().splitlines()) == 2  # compiled, linked
+    assert len(kept(folder)) == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_at_once_are_one_build(
+    source: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    counting = f'[ "$1" = --version ] || {{ echo "$@" >> {calls}; sleep 1; }}; exec {COMPILER} "$@"'
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc-counting", counting))
+    code = "import sys, pathlib; from hybridserve.kernels import native; "
+    code += "sys.exit(native.obstacle(pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-W", "error", "-c", code, str(source)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    complaints = "".join(process.communicate()[1] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0, 0], complaints
+    assert complaints.count("building C kernels") == 1
+    assert len(calls.read_text().splitlines()) == 2
+    assert len(kept(folder)) == 1
+
+
+def test_without_a_compiler_torch_is_used() -> None:
+    """The whole way, in a process that asks for the first time: no warning, no traceback, and the reason."""
+    code = (
+        "from hybridserve.kernels.registry import Capabilities, select\n"
+        "for op in ('gemm', 'moe', 'ssm', 'attention', 'pointwise'):\n"
+        "    choice = select(op, 'auto', Capabilities('cpu', 'float32'))\n"
+        "    print(choice.name, dict(choice.rejected)['native'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "CC": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    for line in done.stdout.splitlines():
+        assert line.startswith("torch_native no C compiler (no-such-compiler")
+
+
+THREADS = """
+#include "native.h"
+#include <omp.h>
+EXPORT void count(int64_t num_threads, int64_t *counted) {
+#pragma omp parallel num_threads(num_threads)
+  {
+#pragma omp single
+    *counted = omp_get_num_threads();
+  }
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(native._openmp_runtime("") is None, reason="torch has no OpenMP runtime to share")
+def test_one_pool_of_threads(source: Path) -> None:
+    """The library uses the runtime that torch has loaded, and no second one is mapped."""
+    source.write_text(THREADS)
+    library = native.declare(native.open_library(source), {"count": (native.INT, native.POINTER)})
+    counted = torch.zeros(1, dtype=torch.int64)
+    for num_threads in (1, 2):
+        library.count(num_threads, counted.data_ptr())
+        assert counted.item() == num_threads
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {
+        line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line
+    }
+    assert len(runtimes) == 1
+
+
+@needs_compiler
+def test_without_openmp_there_is_one_thread(
+    source: Path, monkeypatch: pytest.MonkeyPatch, built: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(native, "_openmp_runtime", lambda version: None)
+    source.write_text(THREADS.replace("omp_get_num_threads()", "1").replace("#include <omp.h>", ""))
+    library = native.declare(native.open_library(source), {"count": (native.INT, native.POINTER)})
+    counted = torch.zeros(1, dtype=torch.int64)
+    library.count(8, counted.data_ptr())
+    assert counted.item() == 1
+    assert "for one thread" in built()[0]
+
+
+def test_runtimes_by_compiler() -> None:
+    """Clang's calls are not in GNU's runtime; both compilers' are in LLVM's."""
+    found = native._openmp_runtime("gcc (Debian) 12")
+    assert native._openmp_runtime("clang version 16") == (
+        None if found and Path(found).name.startswith("libgomp") else found
+    )
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
+@pytest.mark.parametrize("driver", ["native_driver.c", "native_sequence_driver.c"])
+def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None:
+    """The kernels over odd sizes in exactly sized memory, compared with plain loops."""
+    program = tmp_path / "driver"
+    command = [
+        COMPILER,
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-fopenmp",
+        "-fsanitize=address,undefined",
+        *flags.split(),
+    ]
+    command += ["-fno-sanitize-recover=all", f"-I{KERNELS}", "-o", str(program)]
+    built = subprocess.run(
+        [*command, str(Path(__file__).with_name(driver)), "-lm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([str(program)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    assert done.stdout.startswith("ok")

@@ -1,0 +1,94 @@
+"""F078: memory while loading and while converting peaks at what is left in the end, and one tensor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hybridserve.engine.convert import quantize_checkpoint
+from hybridserve.models.config import load_hf_config
+from hybridserve.models.registry import build_model
+from tests.harness.models import Backends, save_model
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from hybridserve.engine.convert import quantize_checkpoint
+from tests.harness.quantized import QuantizedModel, everything
+
+def kilobytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+def work(path, name):
+    if sys.argv[1] == "convert":
+        quantize_checkpoint(path, path.with_name(path.name + "-out"), name, None)
+        return 0
+    quantization = None if sys.argv[1] == "stored" else everything(name)
+    return QuantizedModel(path, quantization, dtype=torch.bfloat16).model.weights.num_bytes
+
+small, large = (Path(name) for name in sys.argv[2:4])
+work(small, sys.argv[4])
+before = kilobytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+size = work(large, sys.argv[4])
+print((kilobytes("VmHWM") - before) * 1024, size)
+"""
+LARGEST = 4096 * 1024 * 2
+"""Bytes of the largest tensor, in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One to warm up, and one of 17 tensors of 8 MiB."""
+    root = tmp_path_factory.mktemp("models")
+    small, large = root / "small", root / "large"
+    save_model("llama", small, 0, dtype=torch.bfloat16)
+    config = load_hf_config(small) | {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256}
+    large.mkdir()
+    (large / "config.json").write_text(json.dumps(config))
+    expected = build_model(config, Backends().context(torch.bfloat16, device="meta")).weights
+    names = {name: t.shape for name, t in expected.tensors.items() if t.covers == (name,)}
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in names.items()},
+        large / "model.safetensors",
+    )
+    return small, large
+
+
+def peak(way: str, models: tuple[Path, Path], format_name: str) -> tuple[int, int]:
+    command = [sys.executable, "-c", SCRIPT, way, *map(str, models), format_name]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    bytes_peak, size = map(int, result.stdout.split())
+    return bytes_peak, size
+
+
+@pytest.mark.parametrize("format_name", ["int8", "fp8"])
+def test_quantizing_while_loading(models: tuple[Path, Path], format_name: str) -> None:
+    bytes_peak, size = peak("online", models, format_name)
+    assert size > 6 * LARGEST, "too small a model to tell"
+    assert bytes_peak <= size + LARGEST + (6 << 20)
+
+
+def test_loading_what_is_quantized(models: tuple[Path, Path], tmp_path: Path) -> None:
+    paths = tmp_path / "small", tmp_path / "large"
+    for model, path in zip(models, paths, strict=True):
+        quantize_checkpoint(model, path, "int8", None)
+    bytes_peak, size = peak("stored", paths, "int8")
+    assert size > 6 * LARGEST
+    assert bytes_peak <= size + LARGEST // 2 + (6 << 20)
+
+
+def test_converting(models: tuple[Path, Path]) -> None:
+    """The tensor that is read, and the codes that become of it."""
+    bytes_peak, _ = peak("convert", models, "int8")
+    assert bytes_peak <= LARGEST + LARGEST // 2 + (12 << 20), "of 136 MiB"
