@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # One thread: a model so small gains nothing from more, and on a busy machine loses much waiting for them.
 demo: $(VENV)/.installed
-	@OMP_NUM_THREADS=1 $(BIN)/hybridserve generate demo --compare --prompt "The people of the" --temperature 0.7 --top_k 40 --max-tokens 120
+	@OMP_NUM_THREADS=1 $(BIN)/hybridserve generate demo --compare --prompt "for the" --temperature 0.7 --top_k 40 --max-tokens 120
 
 test: $(VENV)/.installed-test
 	$(PYTEST)

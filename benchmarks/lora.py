@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def adaptable_modules(path: Path) -> Mapping[str, AdaptableModule]:
-    core = create_core(path, {"allow_runtime_loading": True})
+    core = create_core(path, {"allow_runtime_loading": True, "roots": [path]})
     modules = core.executor.adaptable_modules
     core.close()
     return modules

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hybridserve import __version__
 from hybridserve.cli_options import USAGE_ERROR, engine_options, has_engine_options, parse, sampling_options
 from hybridserve.core.request import FinishReason, SamplingParams
-from hybridserve.interrupt import INTERRUPTED, interrupt_exits_at_once
+from hybridserve.interrupt import INTERRUPTED, interrupt_exits_at_once, interrupt_prevails
 
 if TYPE_CHECKING:
     import argparse
@@ -44,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         with interrupt_exits_at_once():
             args = parse(sys.argv[1:] if argv is None else argv)
-        COMMANDS[args.command](args)
-        sys.stdout.flush()
+        with interrupt_prevails():
+            COMMANDS[args.command](args)
+            sys.stdout.flush()
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             # What is still buffered has no reader; the interpreter must not try to write it at exit.
@@ -101,8 +103,7 @@ def _generate(args: argparse.Namespace) -> None:
 def _load(args: argparse.Namespace) -> LLM:
     with interrupt_exits_at_once():
         from hybridserve.llm import LLM
-
-        return LLM(**engine_options(args))
+    return LLM(**engine_options(args))
 
 
 def _compare(llm: LLM, prompt: str, params: SamplingParams) -> None:
@@ -174,7 +175,7 @@ def _generate_file(args: argparse.Namespace, params: SamplingParams) -> None:
             adapter=[line.adapter for line in lines],
         )
     results = (
-        json.dumps(result, ensure_ascii=False) + "\n"
+        json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
         for line, output in zip(lines, outputs, strict=True)
         for result in _results(line, output)
     )
@@ -261,7 +262,7 @@ def _results(line: _Line, output: RequestOutput) -> Iterator[dict[str, Any]]:
             "num_prompt_tokens": len(output.prompt_token_ids),
         }
         if completion.logprobs is not None:
-            result["cumulative_logprob"] = completion.cumulative_logprob
+            result["cumulative_logprob"] = _finite(completion.cumulative_logprob)
             result["logprobs"] = [_logprobs(position) for position in completion.logprobs]
         if output.prompt_logprobs is not None:
             result["prompt_logprobs"] = [
@@ -271,7 +272,15 @@ def _results(line: _Line, output: RequestOutput) -> Iterator[dict[str, Any]]:
 
 
 def _logprobs(position: Logprobs) -> list[dict[str, Any]]:
-    return [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in position.items()]
+    return [
+        {"token_id": token_id, **asdict(logprob), "logprob": _finite(logprob.logprob)}
+        for token_id, logprob in position.items()
+    ]
+
+
+def _finite(number: float | None) -> float | None:
+    """None for what JSON has no number for: a broken model's log-probabilities are."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -301,7 +310,7 @@ def _inspect(args: argparse.Namespace) -> None:
     else:
         plan = make_plan(config, resolve_model(config.model))
         print(_table(rows))
-        print(plan.table())
+        print(plan.table(every_reason=True))
 
 
 def _is_adapter(target: str) -> bool:
@@ -318,9 +327,7 @@ def _inspect_adapter(args: argparse.Namespace) -> None:
         raise ValueError("--on: is needed to see what a setting would do with an adapter")
     with interrupt_exits_at_once():
         from hybridserve.lora import describe
-
-        rows = list(describe.layout(path))
-    print(_table(rows))
+    print(_table(list(describe.layout(path))))
     if model is None:
         return
     with interrupt_exits_at_once():
@@ -352,8 +359,10 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 def _backends() -> Iterator[tuple[str, str]]:
     from hybridserve.engine.planner import OPERATORS
+    from hybridserve.kernels import native
     from hybridserve.kernels.registry import Capabilities, select
 
+    native.prepare(native.sources(OPERATORS))
     for operator in OPERATORS:
         choice = select(operator, "auto", Capabilities(device="cpu", dtype="float32"))
         reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)

@@ -1,4 +1,4 @@
-"""What Ctrl-C means to the command line while it imports.
+"""What Ctrl-C means to the command line while it imports, and while it works.
 
 Knows signals. The library does not use it: how a program is interrupted is that program's business.
 """
@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 INTERRUPTED = 130
 """Exit status of a program that SIGINT ended, as shells report it."""
+
+
+class _Raise:
+    """Raises KeyboardInterrupt, and remembers it."""
+
+    has_raised = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.has_raised = True
+        signal.default_int_handler(number, frame)
 
 
 @contextlib.contextmanager
 def interrupt_exits_at_once() -> Iterator[None]:
     """For imports, which leave nothing to clean up: a class body or an extension module that is interrupted
     while it is loaded makes any other error of KeyboardInterrupt, or none."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+    current = signal.getsignal(signal.SIGINT)
+    if current is not signal.default_int_handler and not isinstance(current, _Raise):  # somebody else's
         yield
         return
     try:
@@ -33,3 +45,27 @@ def interrupt_exits_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interrupt_prevails() -> Iterator[None]:
+    """For work that cleans up when KeyboardInterrupt ends it: whatever else that became on its way (what is
+    imported late makes another error of it, or none), KeyboardInterrupt is what comes out."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+    handler = _Raise()
+    try:
+        before = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # only the main thread may
+        yield
+        return
+    try:
+        yield
+    except Exception:
+        if not handler.has_raised:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if handler.has_raised:
+        raise KeyboardInterrupt

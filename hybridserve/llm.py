@@ -9,7 +9,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, cast
+
+import numpy as np
 
 from hybridserve.config.loader import load_config
 from hybridserve.config.schema import EngineConfig
@@ -85,7 +88,8 @@ class LLM:
         progress: bool | None = None,
         watch: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many, given as text or as token ids; results are in the prompts' order.
+        """Generate for one prompt or many, given as text or as token ids (a list, or an array of one axis);
+        results are in the prompts' order.
 
         `params`, `adapter` (a name; None is the base model) and `priority` are one for all, or a list with
         one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. `progress` shows
@@ -186,6 +190,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
         was used to its counters."""
+        self._check_open()
         return self._core.gauges()
 
     def close(self) -> None:
@@ -254,6 +259,7 @@ class LLM:
             self._drop(request.request_id)
 
     def _add(self, request: EngineRequest, prompt: str | None) -> None:
+        self._check_open()
         self._core.add(request)
         self._processor.add(request, prompt)
 
@@ -266,6 +272,7 @@ class LLM:
 
     def _pump(self) -> None:
         """Run one step of the engine, for everybody who waits."""
+        self._check_open()
         deltas, aborts = self._processor.process(self._core.step())
         for request_id, index in aborts:
             self._core.abort(request_id, index)
@@ -316,20 +323,28 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt (text, or a list of token ids) or several -> several."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = _listed(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(
             f"prompt: {type(prompts).__name__} is neither text, a list of token ids, nor a list of either"
         )
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):
         return [cast("Sequence[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
-    if not listed or any(isinstance(i, bool) or not isinstance(i, int) for i in prompt):
+    prompt = _listed(prompt)
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
+    if not is_list or any(isinstance(i, bool) or not isinstance(i, Integral) for i in prompt):
         raise ValueError("prompt: must be text or a list of token ids (whole numbers)")
-    return list(prompt)
+    return list(map(int, prompt))
+
+
+def _listed(prompt: Any) -> Any:
+    """An array [num_tokens] of whole numbers as a list; anything else as it is."""
+    is_ids = isinstance(prompt, np.ndarray) and prompt.ndim == 1 and prompt.dtype.kind in "iu"
+    return prompt.tolist() if is_ids else prompt
 
 
 def _one_each(name: str, given: Any, kind: type, count: int) -> Sequence[Any]:

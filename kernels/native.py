@@ -11,6 +11,7 @@ pools of threads that fight for the cores. Environment: CC names the compiler, X
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -20,9 +21,13 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # noqa: F401 - its OpenMP runtime must be loaded before a library looks for one
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 logger = logging.getLogger("hybridserve")
 
@@ -43,6 +48,8 @@ INT = ctypes.c_int64
 _HEADERS = Path(__file__).resolve().parent
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SECONDS_TO_COMPILE = 300
+_SECONDS_TO_NOTICE = 0.05
+_SECONDS_TO_END = 5
 
 
 class BuildError(Exception):
@@ -66,27 +73,59 @@ def obstacle(source: Path) -> str | None:
     return library if isinstance(library, str) else None
 
 
-@functools.cache
+def prepare(wanted: Iterable[Path]) -> None:
+    """Find or build several libraries at once, sooner than one after another; those that can't be had too."""
+    known = _known()
+    known.update(open_libraries(source for source in wanted if source not in known))
+
+
+def sources(operators: Iterable[str]) -> list[Path]:
+    """The C source of every operator that has one."""
+    paths = [_HEADERS / operator / "native.c" for operator in operators]
+    return [path for path in paths if path.is_file()]
+
+
 def _library_or_reason(source: Path) -> ctypes.CDLL | str:
-    """Once a process: a compiler that fails is not asked again by every engine."""
-    try:
-        return open_library(source)
-    except BuildError as error:
-        return str(error)
+    prepare([source])
+    return _known()[source]
+
+
+@functools.cache
+def _known() -> dict[Path, ctypes.CDLL | str]:
+    """What this process has asked for: a compiler that fails is not asked again by every engine."""
+    return {}
 
 
 def open_library(source: Path) -> ctypes.CDLL:
     """Find or build, and load; asks the environment anew on every call. Raises BuildError."""
-    recipe = _Recipe.of(source)
+    library = open_libraries([source])[source]
+    if isinstance(library, str):
+        raise BuildError(library)
+    return library
+
+
+def open_libraries(wanted: Iterable[Path]) -> dict[Path, ctypes.CDLL | str]:
+    """The library of every source, or why there is none; asks the environment anew on every call."""
+    opened: dict[Path, ctypes.CDLL | str] = {}
+    recipes = []
+    for source in dict.fromkeys(wanted):
+        try:
+            recipes.append(_Recipe.of(source))
+        except BuildError as error:
+            opened[source] = str(error)
+    if not recipes:
+        return opened
     try:
-        return _from_cache(recipe, _cache_folder())
+        return opened | _from_cache(recipes, _cache_folder())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         reason = error
     with tempfile.TemporaryDirectory(prefix="hybridserve-") as folder:  # a loaded file may be removed
-        try:
-            return ctypes.CDLL(str(_compile(recipe, Path(folder), f"for this process only: {reason}")))
-        except OSError as error:
-            raise BuildError(f"a library can't be loaded ({error})") from None
+        for source, built in _compile(recipes, Path(folder), f"for this process only: {reason}").items():
+            try:
+                opened[source] = built if isinstance(built, str) else ctypes.CDLL(str(built))
+            except OSError as error:
+                opened[source] = f"a library can't be loaded ({error})"
+    return opened
 
 
 def declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[type[Any]]]) -> ctypes.CDLL:
@@ -111,7 +150,13 @@ class _Recipe:
     @classmethod
     def of(cls, source: Path) -> _Recipe:
         """Raises BuildError if there is no compiler."""
-        compiler = tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
+        wanted = os.environ.get("CC", "")
+        try:
+            compiler = tuple(shlex.split(wanted)) or ("cc",)
+        except ValueError as error:
+            raise BuildError(
+                f"no C compiler (CC={' '.join(wanted.split())} is no command: {error})"
+            ) from None
         if shutil.which(compiler[0]) is None:
             raise BuildError(f"no C compiler ({compiler[0]}; the variable CC can name another)")
         version = _version(compiler)
@@ -138,89 +183,153 @@ def _cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "hybridserve" / "native"
 
 
-def _from_cache(recipe: _Recipe, folder: Path) -> ctypes.CDLL:
-    """Raises OSError if the folder can't be used, BuildError if the compiler fails."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _from_cache(recipes: Sequence[_Recipe], folder: Path) -> dict[Path, ctypes.CDLL | str]:
+    """Each source's library, or why it can't be built. Raises OSError if the folder can't be used."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     if not _only_we_write(folder.stat()):
         raise PermissionError(f"{folder} can be written by others")
-    path = folder / recipe.name
-    if (library := _open_whole(path)) is not None:
-        return library
+    opened: dict[Path, ctypes.CDLL | str] = {}
+
+    def absent() -> list[_Recipe]:
+        for recipe in recipes:
+            if recipe.source not in opened:
+                with contextlib.suppress(OSError):  # not there, or to be replaced
+                    opened[recipe.source] = _open_whole(folder / recipe.name)
+        return [recipe for recipe in recipes if recipe.source not in opened]
+
+    if not absent():
+        return opened
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (library := _open_whole(path)) is not None:  # built by another process meanwhile
-            return library
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = _compile(recipe, Path(scratch), f"kept in {folder}")
-            with built.open("r+b") as file:
-                digest = hashlib.sha256(file.read()).digest()
-                file.write(digest)
-            built.replace(path)
-    if (library := _open_whole(path)) is None:
-        raise OSError(f"{path} can't be loaded")
-    return library
+        for leftover in folder.glob("tmp*"):  # nobody else builds now: of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        if not (missing := absent()):  # built by another process meanwhile
+            return opened
+        with tempfile.TemporaryDirectory(prefix="tmp", dir=folder) as scratch:
+            results = _compile(missing, Path(scratch), "once")
+            for recipe in missing:
+                built = results[recipe.source]
+                if isinstance(built, str):
+                    opened[recipe.source] = built
+                else:
+                    _keep(built, folder / recipe.name)
+    for recipe in missing:
+        if recipe.source not in opened:
+            opened[recipe.source] = _open_whole(folder / recipe.name)
+    return opened
 
 
-def _open_whole(path: Path) -> ctypes.CDLL | None:
-    """A library that is there, ours, and as it was written; the digest at its end says so."""
-    try:
-        info = path.lstat()
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if not (stat.S_ISREG(info.st_mode) and _only_we_write(info)):
-        return None
+def _keep(built: Path, path: Path) -> None:
+    """Put a library in its place, whole or not at all, as a file that `_open_whole` accepts."""
+    with built.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+    built.chmod(0o700)  # a linker leaves to the umask who may write it
+    built.replace(path)
+
+
+def _open_whole(path: Path) -> ctypes.CDLL:
+    """A library that is ours, and as it was written; the digest at its end says so. Otherwise OSError."""
+    info = path.lstat()
+    if not stat.S_ISREG(info.st_mode):
+        raise OSError(f"{path} is not a regular file")
+    if not _only_we_write(info):
+        raise PermissionError(f"{path} can be written by others")
+    content = path.read_bytes()
     if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
-        return None
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        return None
+        raise OSError(f"{path} is not as it was written")
+    return ctypes.CDLL(str(path))
 
 
 def _only_we_write(info: os.stat_result) -> bool:
     return info.st_uid in (0, os.geteuid()) and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _compile(recipe: _Recipe, folder: Path, where: str) -> Path:
-    """Build into `folder`. Raises BuildError with the compiler's first complaint."""
-    threads = "" if recipe.threaded else ", for one thread (no OpenMP runtime of torch to link with)"
+def _compile(recipes: Sequence[_Recipe], folder: Path, where: str) -> dict[Path, Path | str]:
+    """Build in `folder`, several at once: each source's library, or the compiler's first complaint.
+
+    Threads do the work, which no interrupt reaches: it ends the calling thread's wait, and that ends the
+    compilers, before anything else is cleaned up.
+    """
+    names = ", ".join(sorted(recipe.source.parent.name for recipe in recipes))
+    threads = "" if recipes[0].threaded else ", for one thread (no OpenMP runtime of torch to link with)"
     # A warning, so that it is seen where no logging is set up: this start takes longer than the next.
-    logger.warning("building C kernels: %s%s (%s)", recipe.source.parent.name, threads, where)
-    compiled, linked = folder / "kernels.o", folder / "kernels.so"
-    files = [f"-I{_HEADERS}", "-c", "-o", str(compiled), str(recipe.source)]
-    _run([*recipe.compiler, *recipe.compile_flags, *files])
+    logger.warning("building C kernels, %s (%s)%s", where, names, threads)
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(min(len(recipes), os.cpu_count() or 1))
+    try:
+        results = pool.map(lambda recipe: _compile_one(recipe, folder, stop), recipes)
+        return {recipe.source: result for recipe, result in zip(recipes, results, strict=True)}
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile_one(recipe: _Recipe, folder: Path, stop: threading.Event) -> Path | str:
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    compiled, linked = scratch / "kernels.o", scratch / "kernels.so"
+    compile_files = [f"-I{_HEADERS}", "-c", "-o", str(compiled), str(recipe.source)]
     # Without -fopenmp, which would link the compiler's own runtime.
-    _run([*recipe.compiler, "-o", str(linked), str(compiled), *recipe.link_flags])
-    compiled.unlink()
+    link_files = ["-o", str(linked), str(compiled), *recipe.link_flags]
+    try:
+        for arguments, file in (([*recipe.compile_flags, *compile_files], compiled), (link_files, linked)):
+            _run([*recipe.compiler, *arguments], stop, scratch)
+            if not file.is_file():
+                raise BuildError(f"C compiler {recipe.compiler[0]} writes no file")
+    except BuildError as error:
+        return str(error)
     return linked
 
 
-def _run(command: list[str]) -> str:
-    """Standard output of a compiler. Raises BuildError."""
+def _run(command: list[str], stop: threading.Event, scratch: Path | None = None) -> str:
+    """Standard output of a compiler, which may use the folder `scratch`. Raises BuildError, also soon after
+    `stop` is set; however it ends, the compiler and all that it started have ended then."""
+    environment = {**os.environ, "LC_ALL": "C"} | ({} if scratch is None else {"TMPDIR": str(scratch)})
+    deadline = time.monotonic() + _SECONDS_TO_COMPILE
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=_SECONDS_TO_COMPILE,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
+            env=environment,
+            process_group=0,  # to be killed with its children
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise BuildError(f"C compiler {command[0]} can't be run ({error})") from None
-    if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    try:
+        while True:
+            try:
+                output, errors = process.communicate(timeout=_SECONDS_TO_NOTICE)
+                break
+            except subprocess.TimeoutExpired:
+                if stop.is_set() or time.monotonic() > deadline:
+                    reason = "interrupted" if stop.is_set() else f"not done in {_SECONDS_TO_COMPILE} s"
+                    raise BuildError(f"C compiler {command[0]} is ended ({reason})") from None
+    finally:
+        if process.returncode is None:
+            _kill(process)
+    if process.returncode != 0:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
         complaint = next((line for line in lines if "error" in line), lines[0] if lines else "")
-        raise BuildError(f"C compiler {command[0]} fails ({complaint or f'status {done.returncode}'})")
-    return done.stdout
+        raise BuildError(f"C compiler {command[0]} fails ({complaint or f'status {process.returncode}'})")
+    return output
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process and its group. The last of them to end is the last to close the pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a daemon that left the group may hold them
+        process.communicate(timeout=_SECONDS_TO_END)
 
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
-    return _run([*compiler, "--version"])
+    return _run([*compiler, "--version"], threading.Event())
 
 
 def _openmp_runtime(compiler_version: str) -> str | None:

@@ -49,6 +49,8 @@ class Choice:
     backend: Backend
     rejected: tuple[tuple[str, str], ...]
     """(name, reason) of every other candidate, in preference order."""
+    obstacles: tuple[tuple[str, str], ...]
+    """Those of them that could not have been taken."""
 
 
 def candidates(op: str) -> tuple[type[Backend], ...]:
@@ -92,4 +94,5 @@ def select(
         raise ValueError(f"{problem} {where} ({listed or 'none known'})")
     passed_over = f"{chosen.name} " + ("is preferred" if is_open else "was asked for")
     rejected = tuple((name, why or passed_over) for name, why in obstacles.items() if name != chosen.name)
-    return Choice(op, chosen.name, chosen(), rejected)
+    could_not = tuple((name, why) for name, why in obstacles.items() if why is not None)
+    return Choice(op, chosen.name, chosen(), rejected, could_not)

@@ -8,7 +8,7 @@ content. Knows the names and sizes of a model's modules; which rank holds which 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 COPY_ROWS = 1024
+UNUSED_COPY = "a copy of the base model's weight"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 
@@ -48,16 +49,27 @@ class ModuleDelta:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What became of an adapter's tensors. There is no third kind: such an adapter isn't loaded."""
+    """What became of an adapter's tensors."""
 
     applied: Mapping[str, int]
-    """Module -> bytes. Tensors that several experts share count for the first of them."""
-    skipped: Mapping[str, str]
+    """Module -> bytes. Tensors that several experts share count for the first of them. Empty for an adapter
+    that is refused: none is applied in part."""
+    unused: Mapping[str, str]
     """Key in the file -> why nothing is lost without it."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Key in the file -> why it can't be applied. Empty for one that was loaded: see `AdapterError`."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self.applied.values())
+
+
+class AdapterError(ValueError):
+    """An adapter is refused for tensors that can't be applied, all of which `report.unsupported` lists."""
+
+    def __init__(self, message: str, report: LoadReport) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +100,8 @@ def read_adapter(
     module and the next.
 
     Raises ValueError, naming file, tensor and limit, for whatever is wrong: files that are missing, broken or
-    pickles; tensors for which there is no module, of other sizes, incomplete or not finite; ranks above
-    `max_rank`; fields of the config that can't be served.
+    pickles; tensors that are not finite; ranks above `max_rank`; fields of the config that can't be served.
+    That is an AdapterError for tensors for which there is no module, of other sizes, or incomplete.
     """
     try:
         if not path.is_dir():
@@ -105,13 +117,15 @@ def _read(
     config = PeftConfig.load(path)
     tokens = tuple(config.alora_invocation_tokens or ())
     _check_tokens(path / CONFIG_FILE, tokens, modules.values())
-    with _open_weights(path) as file:
-        contents = sort_out(file.entries, modules, config.version)
+    with _open_weights(path, pause) as file:
+        contents = sort_out(file.entries, modules, config.version, pause)
         for key, entry in file.entries.items():
             if entry.dtype not in DTYPES:
                 contents.refuse(f"{shown(entry.dtype)} is none of {', '.join(DTYPES)}", key)
         if contents.refused:
-            raise ValueError(f"{file.path}: not an adapter for this model: {contents.message()}")
+            report = LoadReport({}, dict.fromkeys(contents.copies, UNUSED_COPY), contents.unsupported())
+            message = f"{file.path}: not an adapter for this model: {contents.message()}"
+            raise AdapterError(message, report)
         if not contents.tensors:
             raise ValueError(f"{file.path}: holds no low-rank tensors, so it would change nothing")
         scales = _check(file.path, config, contents, max_rank)
@@ -123,13 +137,12 @@ def _read(
             content.update(f"{name} {scales[name].hex()}".encode())
             deltas.update(_split(tensors, _load(file, tensors, content), scales[name]))
             pause()
-    skipped = dict.fromkeys(contents.copies, "a copy of the base model's weight")
-    report = LoadReport(_own_bytes(deltas), skipped)
+    report = LoadReport(_own_bytes(deltas), dict.fromkeys(contents.copies, UNUSED_COPY))
     highest = max(tensors.rank for tensors in contents.tensors.values())
     return Adapter(content.hexdigest(), path, deltas, highest, tokens, report, report.num_bytes)
 
 
-def _open_weights(path: Path) -> TensorFile:
+def _open_weights(path: Path, pause: Callable[[], None]) -> TensorFile:
     if not (path / WEIGHTS_FILE).exists():
         for name in PICKLES:
             if (path / name).exists():
@@ -138,7 +151,7 @@ def _open_weights(path: Path) -> TensorFile:
                     "read; convert it to safetensors"
                 )
         raise ValueError(f"{path}: no {WEIGHTS_FILE} there")
-    return TensorFile(path / WEIGHTS_FILE)
+    return TensorFile(path / WEIGHTS_FILE, pause)
 
 
 def _check(file: Path, config: PeftConfig, contents: Contents, max_rank: int) -> dict[str, float]:
@@ -156,12 +169,12 @@ def _check(file: Path, config: PeftConfig, contents: Contents, max_rank: int) ->
                 f"config it is {rank}"
             )
         scales[name] = scaling.scale(pattern_name)
-        for field, role in (("use_dora", "magnitude"), ("lora_bias", "bias")):
-            wanted = getattr(config, field)
+        for option, role in (("use_dora", "magnitude"), ("lora_bias", "bias")):
+            wanted = getattr(config, option)
             if wanted != (role in tensors.keys):
                 missing = "has no" if wanted else "has a"
                 what = "lora_magnitude_vector" if role == "magnitude" else "lora_B.bias"
-                raise ValueError(f"{file}: {field} is {str(wanted).lower()}, but {name} {missing} {what}")
+                raise ValueError(f"{file}: {option} is {str(wanted).lower()}, but {name} {missing} {what}")
     return scales
 
 

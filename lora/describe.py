@@ -59,8 +59,8 @@ def report(report: LoadReport) -> Iterator[Row]:
     yield "applied", f"{len(applied)} modules, {report.num_bytes:,} bytes"
     for module, (count, num_bytes) in _by_kind(applied.items()).items():
         yield "", f"{count:>4} x {module}: {num_bytes:,} bytes"
-    for key, reason in report.skipped.items():
-        yield "skipped", f"{key}: {reason}"
+    for key, reason in report.unused.items():
+        yield "unused", f"{key}: {reason}"
 
 
 def _by_kind(applied: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 4 << 20
+MAX_CONFIG_BYTES = 256 << 10
 MAX_INVOCATION_TOKENS = 4096
 MAX_ALPHA = 1e9
+MAX_RANK = 1 << 20
 MAX_PATTERNS = 8192
 MAX_PATTERN_LENGTH = 512
 MAX_PATTERN_COST = 1 << 22
@@ -49,7 +50,10 @@ IRRELEVANT = {
 """Fields that say where an adapter comes from, how it was trained, or what its tensors' keys say as well."""
 
 HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Ways to begin a training that leave the base model as it is. Others take something out of its weights."""
+"""Ways to begin a training that leave the base model as it is."""
+
+HARMFUL_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Those that take something out of its weights, with whatever follows the name."""
 
 
 def _none_is_empty(value: Any) -> Any:
@@ -57,7 +61,7 @@ def _none_is_empty(value: Any) -> Any:
 
 
 T = TypeVar("T")
-Rank = Annotated[int, Field(gt=0)]
+Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
 Alpha = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_ALPHA, le=MAX_ALPHA)]
 Patterns = BeforeValidator(_none_is_empty)
 
@@ -82,15 +86,20 @@ class PeftConfig(BaseModel):
         default=None, max_length=MAX_INVOCATION_TOKENS
     )
 
-    @field_validator("init_lora_weights")
+    @field_validator("init_lora_weights", mode="before")
     @classmethod
-    def _check_init(cls, value: bool | str) -> bool | str:
-        if isinstance(value, str) and value.lower() not in HARMLESS_INITS:
+    def _check_init(cls, value: Any) -> bool | str:
+        if isinstance(value, bool):
+            return value
+        name = value.lower() if isinstance(value, str) else ""
+        if name not in HARMLESS_INITS:
+            if not name.startswith(HARMFUL_INITS):
+                raise ValueError("unknown initialisation")
             raise ValueError(
                 "the training began by changing the base model's weights, so the adapter is wrong for the "
                 "base model as it is: save it with peft's path_initial_model_for_weight_conversion"
             )
-        return value
+        return name
 
     @field_validator("rank_pattern", "alpha_pattern")
     @classmethod
@@ -128,7 +137,7 @@ class PeftConfig(BaseModel):
             name = ".".join(map(str, first["loc"]))
             if first["type"] == "missing":
                 raise ValueError(f"{path}: {name} is missing") from None
-            message = first["msg"].removeprefix("Value error, ")
+            message = re.sub("^[A-Z][a-z]+ should", "should", first["msg"].removeprefix("Value error, "))
             raise ValueError(f"{path}: {name}: {shown(first['input'])}: {message}") from None
         _refuse(path, fields, cls.model_fields.keys())
         for other in ("lora_bias", "alora_invocation_tokens"):

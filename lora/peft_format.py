@@ -10,10 +10,11 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from hybridserve.lora.tensor_file import shown
+from hybridserve.lora.loader import no_pause
+from hybridserve.lora.tensor_file import PAUSE_EVERY, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.tensor_file import Entry
@@ -77,6 +78,14 @@ class Contents:
     def refuse(self, reason: str, *keys: str) -> None:
         self.refused.setdefault(reason, []).extend(keys)
 
+    def unsupported(self) -> dict[str, str]:
+        """Key -> the first reason why it is refused."""
+        reasons: dict[str, str] = {}
+        for reason, keys in self.refused.items():
+            for key in keys:
+                reasons.setdefault(key, reason)
+        return reasons
+
     def message(self) -> str:
         """What is refused, in one line: every reason, and no more keys than can be read."""
         parts = []
@@ -91,14 +100,18 @@ def sort_out(
     entries: Mapping[str, Entry],
     modules: Mapping[str, AdaptableModule],
     peft_version: tuple[int, ...] | None = None,
+    pause: Callable[[], None] = no_pause,
 ) -> Contents:
-    """Which module each tensor belongs to. Nothing is left out: what fits nowhere is among `refused`."""
+    """Which module each tensor belongs to. Nothing is left out: what fits nowhere is among `refused`.
+    `pause` is called between a few tensors and the next."""
     contents = Contents()
     stacks = {stack.name: stack for stack in find_stacks(modules.values())}
     wrappers: dict[str, dict[Role, str]] = {}
     embeddings: set[str] = set()
     seen: dict[str, str] = {}
-    for key in entries:
+    for index, key in enumerate(entries):
+        if index % PAUSE_EVERY == 0:
+            pause()
         plain = key.removeprefix(PREFIX)
         ending = next((ending for ending in ENDINGS if plain.endswith(ending)), None)
         if plain in seen:
@@ -114,10 +127,13 @@ def sort_out(
             if of_embedding:
                 embeddings.add(name)
         seen[plain] = key
-    for name, keys in wrappers.items():
+    unknown = []
+    for index, (name, keys) in enumerate(wrappers.items()):
+        if index % PAUSE_EVERY == 0:
+            pause()
         stack = stacks.get(name.removesuffix(NESTED))
         if stack is None and name not in modules:
-            contents.refuse(_why_not(name, modules), *keys.values())
+            unknown.append(name)
         elif "A" not in keys or "B" not in keys:
             contents.refuse(f"lora_{'B' if 'A' in keys else 'A'} of the module is missing", *keys.values())
         elif stack is not None:
@@ -126,6 +142,9 @@ def sort_out(
             contents.refuse(f"{name} is {'no' if name in embeddings else 'an'} embedding", *keys.values())
         else:
             _sort_out_module(contents, modules[name], keys, entries)
+    parents = _parents(modules) if unknown else ()
+    for name in unknown:
+        contents.refuse(_why_not(name, parents), *wrappers[name].values())
     return contents
 
 
@@ -231,10 +250,19 @@ def _check_shapes(
     return not wrong
 
 
-def _why_not(name: str, modules: Mapping[str, AdaptableModule]) -> str:
+def _parents(modules: Iterable[str]) -> set[str]:
+    """All that modules are parts of."""
+    parents = set()
+    for name in modules:
+        while (name := name.rpartition(".")[0]) and name not in parents:
+            parents.add(name)
+    return parents
+
+
+def _why_not(name: str, parents: Collection[str]) -> str:
     if name.endswith("conv1d"):
         return "convolutions are not adapted: training leaves the adapter out of the forward pass"
-    if any(other.startswith(f"{name}.") for other in modules):
+    if name in parents:
         return "the module has no weight of its own that can be adapted (such are A_log and D)"
     return "this model has no such module"
 

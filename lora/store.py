@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from hybridserve.lora.adapter import read_adapter
+from hybridserve.lora.adapter import AdapterError, read_adapter
 from hybridserve.lora.layers import device_bytes
 from hybridserve.lora.loader import Loader
 from hybridserve.lora.paths import AdapterSource, check_name, runtime_source, shown
@@ -169,12 +169,12 @@ class AdapterStore:
 
     def register_now(self, name: str, path: Path) -> None:
         """Read and register an adapter that the configuration names, at start-up. ValueError."""
-        check_name(name, self._reserved)
-        source = AdapterSource(path)
         try:
+            check_name(name, self._reserved)
+            source = AdapterSource(path)
             self._take(name, source, self._read(source))
         except ValueError as error:
-            raise ValueError(f"lora.adapters.{name}: {error}") from None
+            raise _prefixed(f"lora.adapters.{name}", error) from None
 
     def register(self, name: str, path: object) -> Future[Version]:
         """Read an adapter off the engine's thread, and give it the name when `loader.poll` brings it.
@@ -197,7 +197,7 @@ class AdapterStore:
                     raise outcome
                 version = self._take(name, source, outcome)
             except ValueError as error:
-                future.set_exception(ValueError(f"adapter {name!r}: {error}"))
+                future.set_exception(_prefixed(f"adapter {name!r}", error))
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -337,3 +337,8 @@ class AdapterStore:
 
     def close(self) -> None:
         self.loader.close()
+
+
+def _prefixed(name: str, error: ValueError) -> ValueError:
+    message = f"{name}: {error}"
+    return AdapterError(message, error.report) if isinstance(error, AdapterError) else ValueError(message)

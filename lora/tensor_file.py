@@ -14,12 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hybridserve.lora.loader import no_pause
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from typing import BinaryIO, Self
 
-MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_BYTES = 2 << 20
+"""Parsing holds up every other thread. A pair for every projection of 36 x 16 experts takes half of it."""
+MAX_TENSORS = 16384
+PAUSE_EVERY = 256  # entries
 MAX_SHOWN = 160
+MAX_DIGITS = 24
 PREFIX_BYTES = 8
 """The length of the header, little-endian."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,13 +46,14 @@ class Entry(NamedTuple):
 class TensorFile:
     """One open file. Raises ValueError, naming it, for whatever is wrong with it, and OSError as `open` does.
 
-    A context manager.
+    A context manager. `pause` is called between a few entries of the header and the next.
 
     entries: of all its tensors, by name. Dtypes other than `DTYPES` are listed, but can't be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pause: Callable[[], None] = no_pause) -> None:
         self.path = path
+        self._pause = pause
         self.entries: dict[str, Entry] = {}
         if not path.is_file():
             raise ValueError(f"{path}: not a file")
@@ -91,12 +99,21 @@ class TensorFile:
             raise ValueError(f"{self.path}: cut short, or not a safetensors file ({size} bytes)")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{self.path}: a header of {length} bytes, and the limit is {MAX_HEADER_BYTES}")
+        self._pause()
         header = parse_json(self.path, self._file.read(length))
+        self._pause()
         header.pop("__metadata__", None)
-        for name, value in header.items():
+        if len(header) > MAX_TENSORS:
+            raise ValueError(f"{self.path}: {len(header)} tensors, and the limit is {MAX_TENSORS}")
+        for index, (name, value) in enumerate(header.items()):
+            if index % PAUSE_EVERY == 0:
+                self._pause()
             self.entries[name] = self._entry(name, value, start)
         end = start
-        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].start):
+        in_order = sorted(self.entries.items(), key=lambda item: item[1].start)
+        for index, (name, entry) in enumerate(in_order):
+            if index % PAUSE_EVERY == 0:
+                self._pause()
             if entry.start != end:
                 raise ValueError(
                     f"{self.path}: the tensor {shown(name)} does not begin where the last one ends"
@@ -124,6 +141,8 @@ class TensorFile:
 def shown(value: object) -> str:
     """Something out of a file for an error message: one line, and not long, whatever it is."""
     text = repr(value)
+    if type(value) is int and len(text) > MAX_DIGITS:
+        return f"a number of {len(text.lstrip('-'))} digits"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 

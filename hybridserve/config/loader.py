@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,11 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from hybridserve.config.schema import EngineConfig
+from hybridserve.config.schema import EngineConfig, parse_list, parse_pairs
 from hybridserve.config.spelling import nearest
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+
+
+_ADAPTERS = "lora.adapters"
+"""The key whose value has names of its own."""
 
 
 class ConfigError(ValueError):
@@ -148,11 +153,17 @@ def _validate(settings: list[_Setting]) -> EngineConfig:
     except ValidationError as error:
         lines: dict[str, str] = {}  # the first problem of each key: a union reports one for every member
         for problem in error.errors(include_url=False):
-            key = ".".join(str(part) for part in problem["loc"][:2] if isinstance(part, str))
-            key = key if key in origins else str(problem["loc"][0])
             reason = problem["msg"].removeprefix("Value error, ").replace("Input should", "should")
             reason = reason.replace("String should", "should")
-            lines.setdefault(key, f"{_place(origins[key], key)}: {_show(problem['input'])}: {reason}")
+            if not problem["loc"]:  # of several keys together: the message says the rest
+                name, _, reason = reason.partition(": ")
+            else:
+                name = ".".join(str(part) for part in problem["loc"][:3])
+                reason = f"{_show(problem['input'])}: {reason}"
+            ends = [len(name), *(match.start() for match in re.finditer(r"\.", name))]
+            key = max((name[:end] for end in ends if name[:end] in origins), key=len)
+            shown = name if key == _ADAPTERS else key
+            lines.setdefault(shown, f"{_place(origins[key], shown)}: {reason}")
         raise ConfigError("\n".join(lines.values())) from None
 
 
@@ -167,6 +178,8 @@ def _typed(key: str, text: str) -> object:
             return lax.validate_python(candidate)
         except ValidationError:
             continue
+    with suppress(ValueError):
+        return int(text)
     return text
 
 
@@ -196,8 +209,13 @@ def _from_file(path: Path) -> Iterator[_Setting]:
         where = _line(path, tree, name)
         if name not in config_keys() and name not in _sections():
             raise _unknown(str(name), value, where)
+        if value is None and name in _sections():  # all that stood under it may be commented out
+            continue
         for setting in _flatten(str(name), value, where, partial(_line, path, value)):
-            yield replace(setting, value=_expand(_plain(setting.value), setting.key, setting.origin))
+            expanded = _expand(_plain(setting.value), setting.key, setting.origin)
+            if setting.key in _DIRECTORIES:
+                expanded = _anchored(expanded, setting.key, path.parent.absolute())
+            yield replace(setting, value=expanded)
 
 
 def _line(path: Path, mapping: Any, name: object) -> str:
@@ -241,6 +259,29 @@ def _expand(value: object, key: str, origin: str) -> object:
     if not isinstance(value, str) or not _VARIABLE.search(value):
         return value
     return TextValue(_VARIABLE.sub(variable, value))
+
+
+_DIRECTORIES = {"lora.adapters": parse_pairs, "lora.roots": parse_list}
+"""Keys whose relative directories are, in a file, relative to its folder; and how their text is read."""
+
+
+def _anchored(value: object, key: str, folder: Path) -> object:
+    """The directories of a key with `folder` before those that are relative; what is no directory stays, for
+    the schema to refuse."""
+
+    def absolute(inner: object) -> object:
+        if not isinstance(inner, str) or not inner or inner.startswith("~"):
+            return inner
+        return str(folder / inner)  # an absolute one stays what it is
+
+    text = value.text if isinstance(value, TextValue) else value
+    try:
+        parsed = _DIRECTORIES[key](text)
+    except ValueError:
+        return value
+    if isinstance(parsed, dict):
+        return {name: absolute(inner) for name, inner in parsed.items()}
+    return tuple(map(absolute, parsed)) if isinstance(parsed, tuple) else parsed
 
 
 def _show(value: object) -> str:

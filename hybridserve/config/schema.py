@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -39,19 +40,21 @@ def _power_of_two(value: int) -> int:
     return value
 
 
-def _parse_pairs(value: object) -> object:
+def parse_pairs(value: object) -> object:
     """ "a=dir,b=dir" -> {"a": "dir", "b": "dir"}, as on a command line; in Python directories are paths."""
     if isinstance(value, dict):
         return {name: _path(path) for name, path in value.items()}
     if not isinstance(value, str):
         return value
+    if value.strip() == "{}":  # as in YAML: none, not even those that come with the model
+        return {}
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
     if any(not (name.strip() and path.strip()) for name, _, path in pairs):
         raise ValueError("must map names to directories: name=directory, separated by commas")
     return {name.strip(): path.strip() for name, _, path in pairs}
 
 
-def _parse_list(value: object) -> object:
+def parse_list(value: object) -> object:
     """ "a,b" -> ("a", "b"), as on a command line; a list -> a tuple."""
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
@@ -62,9 +65,18 @@ def _path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _adapter_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            "a name is 1 to 64 of the characters A-Z a-z 0-9 . _ -, and the first is a letter or a digit"
+        )
+    return name
+
+
 Text = Annotated[str, Field(min_length=1)]
-Adapters = Annotated[dict[Text, Text], BeforeValidator(_parse_pairs)]
-Directories = Annotated[tuple[Text, ...], BeforeValidator(_parse_list)]
+AdapterName = Annotated[str, AfterValidator(_adapter_name)]
+Adapters = Annotated[dict[AdapterName, Text], BeforeValidator(parse_pairs)]
+Directories = Annotated[tuple[Text, ...], BeforeValidator(parse_list)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 BlockSize = Annotated[int, Field(ge=1, le=256), AfterValidator(_power_of_two)]
@@ -115,7 +127,7 @@ class QuantizationConfig(_Section):
     format: Literal["auto", "none", "int8", "int8-w8a8", "bnb-int8", "bnb-nf4", "fp8"] = Field(
         default="auto", description="of weights: auto is the checkpoint's; another is made while loading"
     )
-    targets: Annotated[tuple[Text, ...], BeforeValidator(_parse_list), Field(min_length=1)] | None = Field(
+    targets: Annotated[tuple[Text, ...], BeforeValidator(parse_list), Field(min_length=1)] | None = Field(
         default=None,
         description="what is quantized: experts, mlp (experts and dense MLP), all (if null: projections of "
         "mixers, too), or names of modules",
@@ -196,3 +208,19 @@ class EngineConfig(_Section):
     )
     lora: LoraConfig = Field(default=LoraConfig(), description="low-rank adapters, chosen by request")
     kernels: KernelsConfig = Field(default=KernelsConfig(), description="backend of each operator")
+
+    @property
+    def model_names(self) -> frozenset[str]:
+        """What no adapter may be called."""
+        return frozenset({self.model, PurePath(self.model).name})
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """What no single key can tell. Messages begin with the key."""
+        if taken := self.model_names.intersection(self.lora.adapters or ()):
+            raise ValueError(f"lora.adapters.{min(taken)}: is a name of the base model")
+        if self.lora.allow_runtime_loading and not self.lora.roots:
+            raise ValueError(
+                "lora.allow_runtime_loading: True: nothing could be loaded, lora.roots names no directory"
+            )
+        return self

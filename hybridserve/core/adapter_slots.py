@@ -190,13 +190,17 @@ class AdapterSlots:
     def is_pinned(self, adapter_id: str) -> bool:
         return adapter_id in self._by_id and self._by_id[adapter_id].is_pinned
 
+    @property
+    def num_pinned(self) -> int:
+        return sum(slot.is_pinned for slot in self._slots)
+
     def pin(self, adapter_id: str) -> None:
         """Keep an adapter, in a slot or on its way, until `unpin` or `drop`. ValueError where it has no slot,
         or would pin the last slot: no other adapter could ever be served."""
         slot = self._by_id.get(adapter_id)
         if slot is None:
             raise ValueError(f"adapter {adapter_id[:12]!r} has no slot, so it can't be pinned")
-        if not slot.is_pinned and sum(one.is_pinned for one in self._slots) + 1 == self.num_slots:
+        if not slot.is_pinned and self.num_pinned + 1 == self.num_slots:
             raise ValueError(f"adapter {adapter_id[:12]!r} would pin the last of {self.num_slots} slots")
         slot.is_pinned = True
 

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
     from hybridserve.core.fair_queue import FairQueue, Lane, Share
 
 
+QUANTUM_STEPS = 32
+"""Short answers are thousands of steps on the way to a quantum of tokens. So after so many steps an adapter
+yields as well: enough that a slot doesn't change hands for every request."""
+
+
 @dataclass(slots=True)
 class _Tenure:
     """An adapter's time in its slot."""
 
     share: Share  # who was served last
+    first_step: int
     num_tokens: int = 0
 
 
@@ -30,9 +36,10 @@ class AdapterTurns:
     """Gives slots to adapters that requests wait for, in the order in which it is their turn.
 
     One that is ready is evicted at once where nobody uses or wants it. Where all are wanted, the one furthest
-    ahead of those that are ahead of whom waits has to yield, if it has had `quantum` tokens since it came: no
-    more of its requests are started, and when those that run have ended (none is preempted for this) the slot
-    changes hands. So a slot is waited for no longer than a quantum and the requests that run take.
+    ahead of those that are ahead of whom waits has to yield, `quantum` tokens after it came or
+    QUANTUM_STEPS steps after the first of them: no more of its requests are started, and when those that run
+    have ended (none is preempted for this) the slot changes hands. So a slot is waited for no longer than
+    QUANTUM_STEPS steps and the longest of the requests that run.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class AdapterTurns:
         self._waiting = waiting
         self._num_bytes = num_bytes or (lambda adapter_id: 0)
         self._quantum = quantum
+        self._step = 0
         self._tenures: dict[str, _Tenure] = {}
         self._yielding: set[str] = set()
         self._loads: list[AdapterLoad] = []
@@ -63,27 +71,32 @@ class AdapterTurns:
                 f"{self._slots.device_bytes:,}, pinned adapters included"
             )
 
-    def pin(self, adapter_id: str, needed: Iterable[str | None]) -> None:
-        """ValueError where it can't be pinned, or one of those that are `needed` would find no room then."""
-        was_pinned = self._slots.is_pinned(adapter_id)
-        self._slots.pin(adapter_id)
-        try:
-            for one in needed:
-                self.check(one)
-        except ValueError:
-            if not was_pinned:
-                self._slots.unpin(adapter_id)
-            raise
+    def check_pin(self, adapter_id: str, needed: Iterable[str | None]) -> None:
+        """ValueError where it may not be pinned, be it in a slot or not: no slot would be left for others, or
+        no room for one of those that are `needed`."""
+        if self._slots.is_pinned(adapter_id):
+            return
+        if self._slots.num_pinned + 1 >= self._slots.num_slots:
+            raise ValueError(f"it would pin the last of {self._slots.num_slots} slots")
+        num_bytes = self._num_bytes(adapter_id)
+        for one in {*needed} - {adapter_id}:
+            if one is None or self._slots.is_pinned(one):
+                continue
+            if not self._slots.can_ever_fit(num_bytes + self._num_bytes(one)):
+                raise ValueError(
+                    f"a request is for one that needs {self._num_bytes(one):,} bytes: no room "
+                    f"beside its {num_bytes:,}: device_bytes is {self._slots.device_bytes:,}"
+                )
 
     def take_loads(self) -> list[AdapterLoad]:
         loads, self._loads = self._loads, []
         return loads
 
-    def charge(self, adapter_id: str, share: Share, num_tokens: int) -> int:
-        """Tokens are computed with an adapter that is ready, for `share`. Returns its slot."""
+    def charge(self, adapter_id: str, share: Share, num_tokens: int, step_id: int) -> int:
+        """Step `step_id` computes tokens with an adapter that is ready, for `share`. Returns its slot."""
         tenure = self._tenures.get(adapter_id)
         if tenure is None:
-            tenure = self._tenures[adapter_id] = _Tenure(share)
+            tenure = self._tenures[adapter_id] = _Tenure(share, step_id)
         tenure.num_tokens += num_tokens
         tenure.share = share
         slot = self._slots.slot_of(adapter_id)
@@ -99,8 +112,10 @@ class AdapterTurns:
                 self._admit_again(adapter_id)
             self._waiting.adapter_changed(adapter_id)
 
-    def assign(self) -> None:
-        """Begin as many loads as there are slots to be had; if there are too few, let an adapter yield."""
+    def assign(self, step_id: int) -> None:
+        """Before step `step_id` admits anybody: begin as many loads as there are slots to be had; if there
+        are too few, let an adapter yield."""
+        self._step = step_id
         self.refresh()
         while True:
             lane = self._waiting.first_unready
@@ -139,7 +154,9 @@ class AdapterTurns:
     def _yields(self, adapter_id: str, lane: Lane) -> bool:
         """Whether an adapter that is ready has had its quantum and goes after `lane`."""
         tenure = self._tenures.get(adapter_id)
-        if tenure is None or tenure.num_tokens < self._quantum or self._slots.is_pinned(adapter_id):
+        if tenure is None or self._slots.is_pinned(adapter_id):
+            return False
+        if tenure.num_tokens < self._quantum and self._step - tenure.first_step < QUANTUM_STEPS:
             return False
         rivals = self._rivals(adapter_id)
         if rivals:

@@ -98,12 +98,15 @@ class CacheLayout:
     num_slabs: int
 
     @classmethod
-    def build(cls, specs: Sequence[CacheSpec], block_size: int, arena_bytes: int) -> CacheLayout:
+    def build(
+        cls, specs: Sequence[CacheSpec], block_size: int, arena_bytes: int, num_tokens: int = 0
+    ) -> CacheLayout:
         """Choose the slab: the smallest with at most 1 % padding that leaves 16 slabs, else the one with
-        least padding.
+        least padding. Where one sequence of `num_tokens` tokens would not fit then, another in which it does;
+        if there is none, the one that holds the longest sequence.
 
-        `block_size` is in tokens. Raises ValueError, with the numbers, if the arena can't hold the null slab
-        and one more.
+        What fits in an arena fits in every larger one. `block_size` is in tokens. Raises ValueError, with the
+        numbers, if the arena can't hold the null slab and one more.
         """
         if block_size < 1:
             raise ValueError(f"block_size: {block_size} is below 1")
@@ -117,23 +120,32 @@ class CacheLayout:
                 f"cache: an arena of {arena_bytes:,} bytes is too small: the null slab and one more take "
                 f"at least {2 * smallest:,} bytes (a block of {block_size} tokens {block:,}, a slot {slot:,})"
             )
-        limit = arena_bytes // min(MIN_SLABS, arena_bytes // smallest)
-        if block and slot:
-            slab_bytes, blocks, slots = _cut_slab(block, slot, limit)
-        else:
-            slab_bytes, blocks, slots = smallest, int(block > 0), int(slot > 0)
-        return cls(
-            specs=tuple(specs),
-            block_size=block_size,
-            bytes_per_block=block,
-            bytes_per_slot=slot,
-            block_stride=slab_bytes // blocks if blocks else 0,
-            slot_stride=slab_bytes // slots if slots else 0,
-            slab_bytes=slab_bytes,
-            blocks_per_slab=blocks,
-            slots_per_slab=slots,
-            num_slabs=arena_bytes // slab_bytes,
-        )
+
+        def layout(slab_bytes: int, blocks: int, slots: int) -> CacheLayout:
+            return cls(
+                specs=tuple(specs),
+                block_size=block_size,
+                bytes_per_block=block,
+                bytes_per_slot=slot,
+                block_stride=slab_bytes // blocks if blocks else 0,
+                slot_stride=slab_bytes // slots if slots else 0,
+                slab_bytes=slab_bytes,
+                blocks_per_slab=blocks,
+                slots_per_slab=slots,
+                num_slabs=arena_bytes // slab_bytes,
+            )
+
+        if not block or not slot:
+            return layout(smallest, int(block > 0), int(slot > 0))
+        best = layout(*_cut_slab(block, slot, arena_bytes // min(MIN_SLABS, arena_bytes // smallest)))
+        # The slabs that are tried for a larger arena include all that are tried for a smaller one, so what
+        # fits does not depend on how the arena's size divides.
+        limit = arena_bytes // 2
+        while best._longest < num_tokens and limit >= smallest:
+            tried = layout(*_cut_slab(block, slot, limit))
+            best = max(best, tried, key=lambda each: each._longest)
+            limit = tried.slab_bytes - 1
+        return best
 
     @property
     def num_usable_slabs(self) -> int:
@@ -188,8 +200,10 @@ class CacheLayout:
 
     def max_tokens_one_sequence(self) -> int | None:
         """The longest sequence that fits alone, in tokens; None where a sequence's memory does not grow."""
-        if not self.blocks_per_slab:
-            return None
+        return self._longest if self.blocks_per_slab else None
+
+    @property
+    def _longest(self) -> int:
         return (self.num_usable_slabs - (self.slots_per_slab > 0)) * self.blocks_per_slab * self.block_size
 
 

@@ -6,9 +6,10 @@ Knows token ids and counters; does not know text, tensors or memory.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -59,35 +60,25 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        """Checks every value, and makes plain ints and floats of any other whole and real numbers."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _sequence("stop", stop, str, "strings"))
-        object.__setattr__(
-            self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, int, "token ids")
-        )
+        self._set("stop", tuple(_sequence("stop", stop, str, "strings")))
+        token_ids = _sequence("stop_token_ids", self.stop_token_ids, Integral, "token ids")
+        self._set("stop_token_ids", tuple(map(int, token_ids)))
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty string would end every text at once")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError("stop_token_ids: a token id can't be negative")
-        _whole("n", self.n, 1, MAX_N)
-        _whole("top_k", self.top_k, -1, MAX_COUNT)
-        _whole("max_tokens", self.max_tokens, 0, MAX_COUNT)
-        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        _number("temperature", self.temperature, 0.0, 1000.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        for name, least, most in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, _whole(name, value, least, most))
+        for name, low, high in _REAL_NUMBERS:
+            self._set(name, _number(name, getattr(self, name), low, high))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos: {self.ignore_eos!r} is neither True nor False")
         if self.top_p == 0:
             raise ValueError("top_p: 0 would leave no token to draw; use temperature=0 for greedy")
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens: 0 asks for nothing; it is only of use with prompt_logprobs")
         if self.max_tokens == 0 and self.n > 1:
@@ -96,9 +87,16 @@ class SamplingParams:
             raise ValueError(f"min_tokens: {self.min_tokens} is above max_tokens ({self.max_tokens})")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError("logit_bias: must map token ids to numbers")
-        for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, MAX_COUNT)
-            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        biases = {
+            _whole("logit_bias", token, 0, MAX_COUNT): _number(
+                "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+            )
+            for token, bias in self.logit_bias.items()
+        }
+        self._set("logit_bias", biases)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def has_penalties(self) -> bool:
@@ -106,24 +104,50 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
-def _sequence(name: str, values: object, kind: type, noun: str) -> tuple:  # type: ignore[type-arg]
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+_WHOLE_NUMBERS = (
+    ("n", 1, MAX_N),
+    ("top_k", -1, MAX_COUNT),
+    ("max_tokens", 0, MAX_COUNT),
+    ("min_tokens", 0, MAX_COUNT),
+    ("seed", -(2**63), 2**64 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+_REAL_NUMBERS = (
+    ("temperature", 0.0, 1000.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),
+)
+"""(field, least, most)."""
+
+
+def _sequence(name: str, values: Any, kind: type, noun: str) -> Sequence[Any]:
     if not isinstance(values, list | tuple) or any(
         isinstance(v, bool) or not isinstance(v, kind) for v in values
     ):
         raise ValueError(f"{name}: {values!r} is not a list of {noun}")
-    return tuple(values)
+    return values
 
 
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}: {_shown(value)} is not a whole number")
-    _range(name, value, least, most)
+    whole = int(value)
+    _range(name, whole, least, most)
+    return whole
 
 
-def _number(name: str, value: object, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+def _number(name: str, value: object, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise ValueError(f"{name}: {_shown(value)} is not a number")
-    _range(name, value, least, most)
+    # a whole number may be too large for a float
+    number = int(value) if isinstance(value, Integral) else float(value)
+    _range(name, number, least, most)
+    return float(number)
 
 
 def _range(name: str, value: float, least: float, most: float) -> None:

@@ -223,7 +223,7 @@ class Scheduler:
         plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
         self._fork_children(plan)
         self._schedule_running(plan)
-        self._turns.assign()
+        self._turns.assign(plan.step_id)
         self._admit_waiting(plan)
         if not plan.sequences:
             return None
@@ -344,7 +344,7 @@ class Scheduler:
         share.num_computed_tokens += length
         adapter_slot = 0
         if request.adapter_id is not None:
-            adapter_slot = self._turns.charge(request.adapter_id, share, length)
+            adapter_slot = self._turns.charge(request.adapter_id, share, length, plan.step_id)
             plan.adapter_slots.add(adapter_slot)
         has_state = start > 0 and request.state_slot > 0
         blocks, slot, on_from = request.block_ids, request.state_slot, request.adapter_start
@@ -456,9 +456,15 @@ class Scheduler:
         return self._waiting.first is None
 
     def pin_adapter(self, adapter_id: str) -> None:
-        """Keep an adapter in its slot until `adapters.unpin`. ValueError where it has none, or where the
-        adapter of some request would find no room beside the pinned ones."""
-        self._turns.pin(adapter_id, {request.adapter_id for request in self._requests.values()})
+        """Keep an adapter in its slot until `adapters.unpin`. ValueError where it has none, and as
+        `check_pin`."""
+        self.check_pin(adapter_id)
+        self.adapters.pin(adapter_id)
+
+    def check_pin(self, adapter_id: str) -> None:
+        """ValueError where an adapter, in a slot or not, may not be pinned: it would take the last slot, or
+        the adapter of some request would find no room beside the pinned ones."""
+        self._turns.check_pin(adapter_id, {request.adapter_id for request in self._requests.values()})
 
     def adapter_counters(self) -> Mapping[str, AdapterCounters]:
         """By name (`FairQueue.counters`); requests for no adapter under BASE."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,20 +70,31 @@ class LoraPlan:
 
 
 def initial_adapters(config: EngineConfig) -> dict[str, Path]:
-    """By name. Their files are looked at when the engine starts."""
+    """Absolute, by name. ValueError for no directory; files are looked at when the engine starts."""
     if config.lora.adapters is None:
         return bundled_adapters(config.model)
-    return {name: _home(path) for name, path in config.lora.adapters.items()}
+    adapters = {name: _home(path) for name, path in config.lora.adapters.items()}
+    for name, path in adapters.items():
+        if not _is_directory(path):
+            raise ValueError(f"lora.adapters.{name}: {path}: no such directory")
+    return adapters
+
+
+def _is_directory(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir() raises for names that are too long
 
 
 def _home(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser() raises for a user that isn't there
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path.expanduser() raises for a user that isn't there
 
 
 def plan_lora(config: EngineConfig, adapters: Mapping[str, Path], context: BuildContext) -> LoraPlan | None:
     if context.lora is None:
         return None
     lora = config.lora
+    roots = tuple(map(_home, lora.roots))
+    if missing := [str(root) for root in roots if not _is_directory(root)]:
+        warnings.warn(f"lora.roots: no such directory: {', '.join(missing)}", stacklevel=2)
     return LoraPlan(
         adapters=adapters,
         num_slots=lora.max_loaded,
@@ -90,7 +102,7 @@ def plan_lora(config: EngineConfig, adapters: Mapping[str, Path], context: Build
         max_device_bytes=lora.device_bytes,
         host_bytes=lora.host_bytes,
         allow_runtime_loading=lora.allow_runtime_loading,
-        roots=tuple(map(_home, lora.roots)),
+        roots=roots,
         num_modules=len(context.lora.modules),
         poison_freed=config.cache.check_integrity,
     )

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,19 +191,24 @@ class EngineAdapters:
         return bool(version.names) or version.identity not in store.versions
 
     def pin(self, name: str) -> None:
-        """Keep the content that a name has now in a slot, loading it first if it has none. ValueError where
-        no slot is to be had now, or none would be left for others."""
+        """Keep the content that a name has now in a slot, loading it first if it has none. ValueError, and
+        nothing has changed, where no slot is to be had now, or none would be left for others."""
         version = self._required("pin_adapter").find(name)
+        try:
+            self._scheduler.check_pin(version.identity)
+        except ValueError as error:
+            raise ValueError(f"adapter: {name!r} can't be pinned: {error}") from None
         if version.identity not in self._slots:
             load = self._slots.begin_load(version.identity, version.device_bytes)
             if load is None:
-                raise ValueError(f"adapter: {name!r} can't be pinned: every slot is in use or pinned")
+                loading = ", some by adapters that are still loading" if self._slots.num_loading else ""
+                raise ValueError(
+                    f"adapter: {name!r} can't be pinned now: the room on the device is in use or pinned"
+                    f"{loading}"
+                )
             self._to_start.append(load)
             self._start_all()
-        try:
-            self._scheduler.pin_adapter(version.identity)
-        except ValueError as error:
-            raise ValueError(f"adapter: {name!r} can't be pinned: {error}") from None
+        self._scheduler.pin_adapter(version.identity)
 
     def unpin(self, name: str) -> None:
         self._slots.unpin(self._required("unpin_adapter").find(name).identity)
@@ -298,7 +302,7 @@ def create_store(config: EngineConfig, plan: EnginePlan, executor: Executor) -> 
         max_device_bytes=plan.lora.max_device_bytes,
         roots=plan.lora.roots,
         allow_runtime_loading=plan.lora.allow_runtime_loading,
-        reserved_names={config.model, PurePath(config.model).name},
+        reserved_names=config.model_names,
     )
     for name, path in plan.lora.adapters.items():
         store.register_now(name, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from hybridserve.distributed.tp import TPGroup
 from hybridserve.engine.adapter_plan import LoraPlan, initial_adapters, plan_lora
 from hybridserve.engine.quantization_plan import QuantizationPlan, plan_quantization
 from hybridserve.engine.units import UNITS, count_text, size_text
+from hybridserve.kernels import native
 from hybridserve.kernels.registry import AUTO, EXACT, Capabilities, select
 from hybridserve.layers.context import BuildContext
 from hybridserve.layers.lora import LoraRegistry
@@ -52,6 +53,16 @@ class BackendChoice:
 
     name: str
     rejected: tuple[tuple[str, str], ...]
+    obstacles: tuple[tuple[str, str], ...]
+    """Those of them that could not have been taken."""
+
+    def text(self, *, every_reason: bool) -> str:
+        reasons = self.rejected if every_reason else self.obstacles
+        why = "; ".join(f"not {name}: {reason}" for name, reason in reasons)
+        return f"{self.name} ({why})" if why else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "rejected": self.rejected}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +130,12 @@ class EnginePlan:
             "slots_per_slab": self.layout.slots_per_slab,
             "capacity": [{"tokens": tokens, "sequences": count} for tokens, count in self.capacity()],
             "lora": None if self.lora is None else self.lora.to_dict(),
-            "backends": {op: asdict(choice) for op, choice in self.backends.items()},
+            "backends": {op: choice.to_dict() for op, choice in self.backends.items()},
         }
 
-    def table(self) -> str:
-        """The plan as the few lines that an engine prints when it starts."""
+    def table(self, *, every_reason: bool = False) -> str:
+        """The plan as the few lines that an engine prints when it starts. Of the backends that were not taken
+        it tells those that could not be, or every one with its reason."""
         layout = self.layout
         per_slab = []
         if layout.blocks_per_slab:
@@ -163,9 +175,7 @@ class EnginePlan:
         )
         if self.lora is not None:
             rows += self.lora.rows()
-        for op, choice in self.backends.items():
-            why = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
-            rows.append((op, choice.name + (f" ({why})" if why else "")))
+        rows += [(op, choice.text(every_reason=every_reason)) for op, choice in self.backends.items()]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -281,14 +291,14 @@ def _choose_backends(
     config: EngineConfig, capabilities: Capabilities, *, has_lora: bool
 ) -> dict[str, BackendChoice]:
     chosen = {}
-    for op in OPERATORS:
-        if op == "lora" and not has_lora:
-            continue
+    used = [op for op in OPERATORS if op != "lora" or has_lora]
+    native.prepare(native.sources(used))
+    for op in used:
         wanted = getattr(config.kernels, op)
         if op == "moe" and wanted == AUTO and config.kernels.gemm == EXACT:
             wanted = EXACT
         choice = select(op, wanted, capabilities)
-        chosen[op] = BackendChoice(choice.name, choice.rejected)
+        chosen[op] = BackendChoice(choice.name, choice.rejected, choice.obstacles)
     return chosen
 
 
@@ -306,7 +316,7 @@ def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> 
     cache, scheduler = config.cache, config.scheduler
 
     def layout(arena_bytes: int) -> CacheLayout:
-        return CacheLayout.build(context.cache_specs, cache.block_size, arena_bytes)
+        return CacheLayout.build(context.cache_specs, cache.block_size, arena_bytes, max_model_len)
 
     def longest(arena_bytes: int) -> float:
         """Tokens of one sequence that an arena of this size holds."""
@@ -340,7 +350,7 @@ def _layout(config: EngineConfig, context: BuildContext, max_model_len: int) -> 
         )
     planned = layout(budget)
     if cache.memory_bytes is None:
-        # fewer slabs than MIN_SLABS would be cut anew, perhaps too small
+        # fewer slabs than MIN_SLABS would be cut anew, with more padding
         wanted = max(1 + planned.slabs_for(max_model_len, scheduler.max_num_seqs), MIN_SLABS)
         if wanted < planned.num_slabs:
             planned = layout(wanted * planned.slab_bytes)
@@ -363,7 +373,7 @@ def _smallest_size(is_enough: Callable[[int], bool]) -> str:
         (unit, num_bytes) for unit, num_bytes in reversed(UNITS.items()) if num_bytes <= enough
     )
     tenths = math.ceil(enough * 10 / num_bytes)
-    while not is_enough(int(tenths / 10 * num_bytes)):  # a larger arena is cut into other slabs
+    while not is_enough(int(tenths / 10 * num_bytes)):  # what is read back is rounded down
         tenths += 1
     return f"{tenths / 10:.1f} {unit}"
 

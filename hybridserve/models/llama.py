@@ -148,6 +148,9 @@ class LlamaForCausalLM(CausalLM):
         longest = parsed.max_position_embeddings
         head_dim = parsed.head_dim or hidden_size // parsed.num_attention_heads
         scaling = RopeScaling.from_config(config, head_dim, longest, context.max_model_len or longest)
+        if (partial := scaling.number("partial_rotary_factor", 1.0)) != 1:
+            # transformers ignores it in these families, so it can't be told what the checkpoint was made with
+            raise ValueError(f"config.json: partial_rotary_factor: {partial:g}: only 1 is supported")
         self.vocab_size = vocab_size
         self.max_position_embeddings = longest
         self.embed_tokens = VocabParallelEmbedding(

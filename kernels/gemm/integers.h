@@ -11,7 +11,7 @@
 
 #define PIECE 1024
 #define LARGEST ((1 << 14) - 1) /* of a row: 1024 * 128 * LARGEST < 2^31; -128 is a code that other quantizers use */
-#define WHOLE_BLOCK 64          /* inputs; rows of x are padded with zeros to whole blocks */
+#define WHOLE_BLOCK 64          /* inputs; rows of x are padded with anything to whole blocks, codes with zeros */
 #define STEP (2 * LANES)        /* inputs that are multiplied by one instruction */
 
 typedef int16_t svec __attribute__((vector_size(2 * STEP)));
@@ -63,11 +63,10 @@ INLINE vec elements(const void *x, int kind, int64_t i, int64_t n) {
   return widen_v(part);
 }
 
-/* A row of x in whole numbers up to `limit`, zeros up to a whole block, and behind them what they are to be multiplied
-   with, a float: the largest magnitude / limit, at least the smallest normal number. A row that holds a NaN or an
-   infinity is zeros times NaN. */
+/* A row of x in whole numbers up to `limit`, and behind its last block what they are to be multiplied with, a float: the
+   largest magnitude / limit, at least the smallest normal number (or a whole number could be larger than `limit`). It is
+   NaN or infinite where an element is, and so is every product of the row. */
 static void round_row(void *rounded, const void *x, int kind, int64_t num_inputs, int64_t limit) {
-  const int64_t whole = num_inputs / LANES * LANES, padded = round_up(num_inputs, WHOLE_BLOCK);
   ivec most = {0}; /* the bits of magnitudes are ordered as they are, NaN last */
   for (int64_t i = 0; i < num_inputs; i += LANES) {
     const ivec bits = (ivec)elements(x, kind, i, min_i(LANES, num_inputs - i)) & 0x7fffffff, more = bits > most;
@@ -80,14 +79,7 @@ static void round_row(void *rounded, const void *x, int kind, int64_t num_inputs
   scale /= (float)limit;
   if (scale < __FLT_MIN__) scale = __FLT_MIN__;
   int16_t *out = (int16_t *)rounded;
-  memcpy(out + padded, &scale, sizeof scale);
-  memset(out + whole, 0, (padded - whole) * sizeof *out);
-  if (top >= 0x7f800000) {
-    scale = __builtin_nanf("");
-    memcpy(out + padded, &scale, sizeof scale);
-    memset(out, 0, padded * sizeof *out);
-    return;
-  }
+  memcpy(out + round_up(num_inputs, WHOLE_BLOCK), &scale, sizeof scale);
   const vec magic = splat(12582912.0f); /* 1.5 * 2^23: what is added to it is rounded, and in the lowest bits */
   for (int64_t i = 0; i < num_inputs; i += LANES) {
     const int64_t n = min_i(LANES, num_inputs - i);

@@ -121,8 +121,9 @@ class LoraTable:
 class LoraBackend(Backend):
     """Adds what adapters say to a step's activations, in place, for the rows that have one.
 
-    Rows without an adapter are neither read nor written. A row's result does not depend on which other
-    adapters are in the batch. Rank activations and sums are float32.
+    Rows without an adapter are neither read nor written. A row's result does not depend on the company that
+    it is in: to the bit with `native` and `reference`; with `torch_native`, whose matrix products have other
+    shapes in other company, up to float32 rounding of its sums. Rank activations and sums are float32.
     """
 
     @abstractmethod

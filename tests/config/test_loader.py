@@ -130,7 +130,6 @@ def test_text_from_a_command_line_takes_the_type_of_its_key(key, text, value):
             "unknown key 'cache.max_num_seqs' (value 3); did you mean 'scheduler.max_num_seqs'?",
         ),
         ("cache: 3\n", 2, "cache: 3 is not a set of keys"),
-        ("cache:\n", 2, "cache: None is not a set of keys"),
         ("cache:\n  block_size: 3\n", 3, "cache.block_size: 3: must be a power of two"),
         ("cache:\n  block_size: 512\n", 3, "cache.block_size: 512: should be less than or equal to 256"),
         ("cache:\n  block_size: yes\n", 3, "cache.block_size: 'yes': should be a valid integer"),
@@ -290,3 +289,65 @@ def test_needs_no_torch_and_reads_no_yaml_without_a_file():
         "sys.exit(bool({'torch', 'numpy', 'ruamel.yaml'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_section_with_nothing_under_it_is_its_defaults(tmp_path):
+    path = write(tmp_path, "model: demo\ncache:\nlora: null\nscheduler:\n  # policy: priority\n")
+    assert load_config(file=path) == load_config("demo")
+
+
+@pytest.mark.parametrize("spelling", ["{a: x/a, b: ../b, c: /c, d: ~/d}", "a=x/a,b=../b,c=/c,d=~/d"])
+def test_directories_of_adapters_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch, spelling):
+    (tmp_path / "conf").mkdir()
+    write(tmp_path / "conf", f"model: m/x\ntokenizer: t\nlora:\n  adapters: {spelling}\n  roots: [r, /s]\n")
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("conf"), tmp_path / "conf"):
+        config = load_config(file=folder / "config.yaml")
+        there = tmp_path / "conf"
+        assert config.lora.adapters == {
+            "a": f"{there}/x/a",
+            "b": f"{there}/../b",
+            "c": "/c",
+            "d": "~/d",
+        }
+        assert config.lora.roots == (f"{there}/r", "/s")
+        assert (config.model, config.tokenizer) == ("m/x", "t")
+    config = load_config(file="conf/config.yaml", overrides={"lora.adapters": {"a": "x/a"}})
+    assert (config.lora.adapters, config.lora.roots) == ({"a": "x/a"}, (f"{there}/r", "/s"))
+
+
+def test_a_directory_that_the_environment_names_is_relative_to_the_file_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAME", "x")
+    monkeypatch.setenv("PAIRS", "b=y")
+    for spelling, expected in (
+        ("{a: '${NAME}'}", {"a": f"{tmp_path}/x"}),
+        ("${PAIRS}", {"b": f"{tmp_path}/y"}),
+    ):
+        path = write(tmp_path, f"model: demo\nlora:\n  adapters: {spelling}\n")
+        assert load_config(file=path).lora.adapters == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("  adapters: {demo: /x}\n", "lora.adapters.demo: is a name of the base model"),
+        ("  adapters: {'a b': /x}\n", "lora.adapters.a b: 'a b': a name is 1 to 64 of the characters"),
+        ("  adapters: {a.b: ''}\n", "lora.adapters.a.b: '': should have at least 1 character"),
+        ("  allow_runtime_loading: true\n", "lora.allow_runtime_loading: True: nothing could be loaded"),
+    ],
+)
+def test_adapters_that_can_not_be_are_named_with_file_and_key(tmp_path, lines, message):
+    path = write(tmp_path, f"model: demo\nlora:\n{lines}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file=path)
+    assert str(caught.value).startswith(f"{path}:3: {message}")
+
+
+@pytest.mark.parametrize("key", ["lora.max_running_per_adapter", "max_model_len", "scheduler.max_num_seqs"])
+def test_a_count_on_the_command_line_is_told_its_range(key):
+    with pytest.raises(ConfigError, match=f"^--{key}: 0: should be greater than or equal to 1$"):
+        load_config("demo", None, {key: TextValue("0")})
+
+
+def test_no_adapters_on_the_command_line():
+    assert load_config("demo", None, {"lora.adapters": TextValue("{}")}).lora.adapters == {}

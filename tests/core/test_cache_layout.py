@@ -152,3 +152,49 @@ def test_capacity() -> None:
 def test_arena_too_small_says_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"1,000,000 bytes is too small.*32,112,640.*16,056,320"):
         CacheLayout.build(JAMBA_MINI, 16, 1_000_000)
+
+
+def holds(specs: list[PagedKVSpec | StateSpec], block_size: int, arena_bytes: int, num_tokens: int) -> bool:
+    try:
+        longest = CacheLayout.build(specs, block_size, arena_bytes, num_tokens).max_tokens_one_sequence()
+    except ValueError:  # not even two slabs
+        return False
+    return longest is None or longest >= num_tokens
+
+
+@given(
+    kv_layers=st.integers(0, 2),
+    state_layers=st.integers(0, 2),
+    head_dim=st.integers(1, 64),
+    channels=st.integers(1, 300),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    num_slabs=st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_larger_arena_holds_what_a_smaller_one_does(
+    kv_layers: int, state_layers: int, head_dim: int, channels: int, block_size: int, num_slabs: int
+) -> None:
+    specs: list[PagedKVSpec | StateSpec] = [PagedKVSpec(2, head_dim, "float32")] * kv_layers
+    specs += [StateSpec((StateTensor("h", (channels, 7), "float32"),))] * state_layers
+    if not specs:
+        return
+    layout = CacheLayout.build(specs, block_size, 2**30)
+    unit = max(_align(layout.bytes_per_block), _align(layout.bytes_per_slot))
+    num_tokens = num_slabs * unit // (layout.bytes_per_block or unit) * block_size  # about so many slabs full
+    held = [holds(specs, block_size, quarters * unit // 4, num_tokens) for quarters in range(4, 180)]
+    assert held == sorted(held)
+    assert held[-1]
+
+
+def test_one_sequence_matters_more_than_the_padding() -> None:
+    state = StateSpec((StateTensor("c", (120, 2), "float32"), StateTensor("h", (120, 7), "float32")))
+    specs = [state, PagedKVSpec(2, 10, "float32")] * 2
+    held = [holds(specs, 4, size, 128) for size in range(50_000, 150_000, 64)]
+    assert held == sorted(held)
+    assert held[0] < held[-1]
+    too_small = CacheLayout.build(specs, 4, 55_000, 128).max_tokens_one_sequence()
+    assert too_small is not None
+    assert 0 < too_small < 128
+    assert holds(specs, 4, 55_000, too_small)
+    # where it fits anyway, nothing changes
+    assert CacheLayout.build(specs, 4, 2**24, 128) == CacheLayout.build(specs, 4, 2**24)

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from hybridserve.core.adapter_slots import AdapterSlots
+from hybridserve.core.adapter_turns import QUANTUM_STEPS
 from hybridserve.core.fair_queue import BASE
 from hybridserve.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from hybridserve.core.scheduler import Scheduler
@@ -657,3 +658,25 @@ def test_what_has_started_and_waits_does_not_keep_others_from_their_turn() -> No
     assert e.steps[-1].num_tokens + e.requests["a2"].num_prompt <= 16
     finish(e)
     assert e.loaded == ["a-1", "b-1", "a-1"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_a_long_queue_of_short_answers_yields_after_so_many_steps(max_num_seqs: int, depth: int) -> None:
+    """Long before its tokens reach a quantum of thousands."""
+    length = 8
+    e = engine(num_slots=1, depth=depth, max_num_seqs=max_num_seqs, max_num_batched_tokens=8192)
+    for index in range(300):
+        add(e, f"a{index}", max_tokens=length)
+    for _ in range(5):
+        e.step()
+    begin = len(e.steps)
+    for name in ("b", "c"):
+        add(e, name, max_tokens=length)
+    while not {"b", "c"} <= set(first_steps(e)):
+        e.step()
+    first = first_steps(e)
+    bound = QUANTUM_STEPS + length + 2 * depth + 2
+    assert first["b"] - begin <= bound
+    assert first["c"] - begin <= 2 * bound
+    assert e.loaded.count("a-1") <= 2

@@ -107,6 +107,23 @@ def test_adapters_from_an_option(run):
     assert out == run("generate", "demo", *PROMPT, "--adapter", "scripture")[1]
 
 
+def test_the_directory_that_was_tried_is_shown_whole(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, err = run("generate", "demo", *PROMPT, "--lora.adapters", "x=some/where")
+    assert err == f"hybridserve: lora.adapters.x: {tmp_path}/some/where: no such directory\n"
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "c.yaml").write_text("model: demo\nlora: {adapters: {x: some/where}}\n")
+    _, _, err = run("generate", "conf/c.yaml", *PROMPT)
+    assert err == f"hybridserve: lora.adapters.x: {tmp_path}/conf/some/where: no such directory\n"
+
+
+def test_the_configuration_of_the_demos_adapters_works_anywhere(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = ROOT / "configs" / "demo-lora.yaml"
+    status, out, err = run("generate", config, *PROMPT, "--adapter", "kjv")
+    assert (status, bool(out)) == (0, True), err
+
+
 def test_inspect_shows_an_adapters_layout(run):
     status, out, _ = run("inspect", ADAPTERS / "scripture")
     assert status == 0

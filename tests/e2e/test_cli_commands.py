@@ -237,6 +237,53 @@ def test_plan_as_json_and_as_a_table(run):
     assert run("plan", "demo")[0].startswith("model ")
 
 
+def test_the_plan_names_what_runs_and_tells_only_of_what_cannot(run, monkeypatch):
+    from hybridserve.kernels.attention.torch_native import TorchNative
+
+    rows = dict(line.split(maxsplit=1) for line in run("plan", "demo")[0].splitlines())
+    assert rows["attention"].split() == [rows["attention"]]  # its name, and nothing else
+    monkeypatch.setattr(TorchNative, "why_not", classmethod(lambda cls, capabilities: "is broken here"))
+    rows = dict(
+        line.split(maxsplit=1)
+        for line in run("plan", "demo", "--kernels.attention", "reference")[0].splitlines()
+    )
+    assert rows["attention"] == "reference (not torch_native: is broken here)"
+    backends = json.loads(run("plan", "demo", "--kernels.attention", "reference", "--json")[0])["backends"]
+    reasons = {"native": "reference was asked for", "torch_native": "is broken here"}
+    assert backends["attention"] == {
+        "name": "reference",
+        "rejected": [list(pair) for pair in reasons.items()],
+    }
+    shown, _ = run("inspect", "demo", "--kernels.attention", "reference")
+    assert all(f"not {name}: {reason}" in shown for name, reason in reasons.items())
+
+
+@pytest.mark.parametrize("to_file", [True, False])
+def test_numbers_that_json_does_not_have_are_null(monkeypatch, run, tmp_path, to_file):
+    from hybridserve.llm import LLM
+    from hybridserve.outputs import CompletionOutput, Logprob, RequestOutput
+
+    def generate(llm, prompts, params, **options):
+        row = {5: Logprob(float("nan"), 1, "a"), 6: Logprob(float("-inf"), 2, "b"), 7: Logprob(-0.5, 3, "c")}
+        good = CompletionOutput(0, finish_reason="length", logprobs=[row], cumulative_logprob=float("nan"))
+        return [RequestOutput("0", prompt, [1, 5], None, [good], [None, row]) for prompt in prompts]
+
+    monkeypatch.setattr(LLM, "generate", generate)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    said, _ = run("generate", "demo", "--prompts", prompts, *(["--out", out] if to_file else []))
+    text = out.read_text() if to_file else said
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    result = json.loads(text, parse_constant=refuse)
+    assert result["cumulative_logprob"] is None
+    for row in (result["logprobs"][0], result["prompt_logprobs"][1]):
+        assert [entry["logprob"] for entry in row] == [None, None, -0.5]
+    assert result["prompt_logprobs"][0] is None
+
+
 @pytest.mark.parametrize("arguments", [[], ["demo"]])
 def test_inspect(run, arguments):
     shown, _ = run("inspect", *arguments)
@@ -271,7 +318,14 @@ def script(*arguments: str) -> str:
 
 @pytest.mark.parametrize(
     "module",
-    ["hybridserve.cli", "argparse", "hybridserve.config.loader", "torch", "hybridserve.engine.planner"],
+    [
+        "hybridserve.cli",
+        "argparse",
+        "hybridserve.config.loader",
+        "torch",
+        "hybridserve.engine.planner",
+        "hybridserve.kernels.pointwise",  # late, by the planner
+    ],
 )
 @pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["inspect"], ["plan", "demo"]])
 def test_interrupt_while_modules_are_imported_is_quiet(command, module):
@@ -293,7 +347,7 @@ sys.meta_path.insert(0, Finder)
         [sys.executable, "-c", code],
         capture_output=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CC": "no-such-compiler"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 

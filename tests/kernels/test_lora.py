@@ -478,6 +478,20 @@ def test_native_experts_give_the_same_bits_in_any_company(dtype: torch.dtype) ->
             assert torch.equal(alone[0], together[pair])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_company_costs_torch_no_more_than_rounding(dtype: torch.dtype) -> None:
+    """Its products have other shapes in other company, so the bits may differ; a bound keeps them close."""
+    table, slots = make_table(70, (40, 131), dtype), ROWS * 5
+    x, y = random(0, len(slots), 70).to(dtype), random(1, len(slots), 171)  # sums are seen in float32
+    together = y.clone()
+    TorchNative().add(together, x, table, batch_of(slots))
+    for row, slot in enumerate(slots):
+        alone = y[row : row + 1].clone()
+        if slot:
+            TorchNative().add(alone, x[row : row + 1], table, batch_of([slot]))
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
+
+
 def native() -> Native:
     if (reason := Native.why_not(Capabilities("cpu", "bfloat16"))) is not None:
         pytest.skip(reason)

@@ -94,6 +94,13 @@ def test_no_sum_overflows(num_inputs: int, code: int) -> None:
         torch.testing.assert_close(y, torch.full((5, 4), sign * code * num_inputs), rtol=1e-6, atol=0)
 
 
+def test_denormal_rows_do_not_overflow() -> None:
+    """A scale that is itself denormal, and 1.4 units of it, would make whole numbers of 22,936."""
+    x = torch.full((3, 1024), 22936 * 2.0**-149)
+    weight = ScaledWeight(torch.full((4, 1024), -128, dtype=torch.int8), torch.full((4,), 2.0**100))
+    assert (Native().linear(x, weight, None) <= 0).all()
+
+
 def test_rounding_is_bounded_by_the_largest_of_a_row() -> None:
     """One element a thousand times the others: no element is off by more than half a step of the row."""
     x, weight = rows(9, 1000), scaled(30, 1000)

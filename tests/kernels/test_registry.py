@@ -33,6 +33,7 @@ def test_auto_takes_the_first_that_runs() -> None:
     choice = select("attention", "auto", CPU, TABLE)
     assert (choice.op, choice.name, type(choice.backend)) == ("attention", "plain", Plain)
     assert choice.rejected == (("fast", "needs an NVIDIA GPU"), ("slow", "plain is preferred"))
+    assert choice.obstacles == (("fast", "needs an NVIDIA GPU"),)
     on_gpu = select("attention", "auto", Capabilities("cuda", "bfloat16"), TABLE)
     assert on_gpu.name == "fast"
     assert [name for name, _ in on_gpu.rejected] == ["plain", "slow"]

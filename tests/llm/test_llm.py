@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridserve import LLM, EngineConfig, SamplingParams
@@ -294,6 +295,85 @@ def test_a_closed_engine_says_so() -> None:
         llm.generate(PROMPT)
     with pytest.raises(RuntimeError, match="closed"):
         llm.stream(PROMPT)
+
+
+def test_a_stream_that_outlives_its_engine_says_so() -> None:
+    llm = LLM("demo", memory_bytes="8MiB")
+    begun, fresh = llm.stream(PROMPT, SamplingParams(max_tokens=50)), llm.stream(PROMPT, GREEDY)
+    next(begun)
+    llm.close()
+    for stream in (begun, fresh):
+        with pytest.raises(RuntimeError, match=r"^this LLM has been closed$"):
+            next(stream)
+
+
+def test_an_engine_that_is_closed_while_it_generates_says_so() -> None:
+    llm = LLM("demo", memory_bytes="8MiB")
+    with pytest.raises(RuntimeError, match=r"^this LLM has been closed$"):
+        llm.generate(PROMPT, GREEDY, watch=lambda index, piece: llm.close())
+
+
+def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
+    params = SamplingParams(
+        n=np.int64(1),
+        temperature=np.float32(0),
+        top_p=np.float64(0.5),
+        max_tokens=np.int32(4),
+        seed=np.uint64(3),
+        stop_token_ids=[np.int64(7)],
+        logit_bias={np.int64(50): np.float32(2)},
+        logprobs=np.int8(1),
+    )
+    plain = SamplingParams(
+        temperature=0,
+        top_p=0.5,
+        max_tokens=4,
+        seed=3,
+        stop_token_ids=[7],
+        logit_bias={50: 2},
+        logprobs=1,
+    )
+    assert params == plain
+    numbers = [params.n, params.max_tokens, params.seed, params.logprobs]
+    assert {type(n) for n in [*numbers, *params.stop_token_ids, *params.logit_bias]} == {int}
+    floats = [params.temperature, plain.temperature, params.top_p, *params.logit_bias.values()]
+    assert {type(n) for n in floats} == {float}
+    ids = [1, 50, 60]
+    expected = llm.generate(ids, plain)[0].outputs[0].token_ids
+    array = np.array(ids)
+    for prompt in (array, array.astype(np.uint16), list(array), tuple(array), [array], [list(array)]):
+        output = llm.generate(prompt, params)
+        assert [each.outputs[0].token_ids for each in output] == [expected]
+        assert {type(n) for n in output[0].prompt_token_ids} == {int}
+    assert "".join(llm.stream(array, params)) == "".join(llm.stream(ids, plain))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [np.array([1.0, 2.0]), np.array([True, False]), np.array([[1, 2], [3, 4]]), np.array(3)],
+    ids=str,
+)
+def test_arrays_that_are_no_prompt(llm: LLM, prompt: Any) -> None:
+    for given in (prompt, [prompt]):
+        with pytest.raises(ValueError, match=r"^prompt: "):
+            llm.generate(given, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", np.bool_(True)),
+        ("max_tokens", np.float64(3)),
+        ("temperature", np.float32("nan")),
+        ("temperature", np.bool_(False)),
+        ("temperature", 1j),
+        ("stop_token_ids", [np.float32(3)]),
+        ("logit_bias", {np.float64(3): 1.0}),
+    ],
+)
+def test_numbers_of_the_wrong_kind(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        SamplingParams(**{name: value})
 
 
 def test_priority_runs_sooner(llm: LLM) -> None:

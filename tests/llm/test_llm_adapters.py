@@ -199,8 +199,8 @@ def test_what_is_configured_replaces_what_is_bundled() -> None:
     ("lora", "message"),
     [
         ({"adapters": {"x": "/nothing"}}, r"^lora\.adapters\.x: .*/nothing"),
-        ({"adapters": {"../x": "/nothing"}}, r"^adapter: '\.\./x' can't be a name"),
-        ({"adapters": {"demo": "/nothing"}}, r"^adapter: 'demo' is a name of the base model"),
+        ({"adapters": {"../x": "/nothing"}}, r"lora\.adapters\.\.\./x: '\.\./x': a name is 1 to 64"),
+        ({"adapters": {"demo": "/nothing"}}, r"lora\.adapters\.demo: is a name of the base model"),
         ({"max_rank": 8}, r"^lora\.adapters\.python: .*lora\.max_rank \(8\)"),
         ({"device_bytes": 1000}, r"^lora\.adapters\.python: .*lora\.device_bytes is 1,000"),
         ({"max_loaded": 0}, r"lora\.max_loaded: 0"),
@@ -263,3 +263,17 @@ def test_closing_ends_the_loaders_thread() -> None:
     assert loader_threads() == before
     with pytest.raises(RuntimeError, match="closed"):
         llm.list_adapters()
+
+
+def test_a_root_that_is_not_there_is_warned_of(tmp_path: Path) -> None:
+    roots = [str(tmp_path), str(tmp_path / "later")]
+    with pytest.warns(UserWarning, match=r"^lora\.roots: no such directory: .*later$") as warned:
+        demo(allow_runtime_loading=True, roots=roots).close()
+    assert len(warned) == 1
+
+
+def test_stats_of_a_closed_one_are_refused() -> None:
+    llm = demo(adapters={})
+    llm.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        llm.stats()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridserve.lora.adapter import AdapterError
 from hybridserve.lora.peft_config import CONFIG_FILE
-from hybridserve.lora.tensor_file import MAX_HEADER_BYTES, TensorFile
+from hybridserve.lora.tensor_file import MAX_HEADER_BYTES, MAX_TENSORS, TensorFile
 from tests.harness.adapters import AdaptedRunner, AdapterSpec, Kit, edit_config, edit_tensors, refused
 from tests.harness.models import random_ids
 
@@ -326,3 +327,50 @@ def test_values_too_large_for_the_dtype(kit: Kit, path: Path) -> None:
     edit_tensors(path, put(f"{Q}.lora_B.weight", 32, 2, value=1e6))
     with pytest.raises(ValueError, match=r"too large for torch.float16"):
         runner.place(path)
+
+
+# ---- limits and reports
+
+
+def test_many_tensors_are_refused_and_time_is_left_to_others(path: Path) -> None:
+    def header(count: int) -> str:
+        entry = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+        return "{" + ",".join(f'"{number:x}":{entry}' for number in range(count)) + "}"
+
+    write_header(path, header(MAX_TENSORS + 1))
+    with pytest.raises(ValueError, match=f"{MAX_TENSORS + 1} tensors, and the limit is {MAX_TENSORS}"):
+        TensorFile(path / WEIGHTS)
+    write_header(path, header(2000))
+    pauses: list[int] = []
+    with TensorFile(path / WEIGHTS, lambda: pauses.append(1)) as file:
+        assert len(file.entries) == 2000
+    assert len(pauses) > 2000 // 256
+
+
+def test_the_names_of_the_largest_models_experts_fit(path: Path) -> None:
+    entry = '{"dtype": "BF16", "shape": [16, 24576], "data_offsets": [1000000000, 1000000000]}'
+    names = [
+        f"base_model.model.model.layers.{layer}.feed_forward.experts.{expert}.{part}_proj.lora_{side}.weight"
+        for layer in range(72)
+        for expert in range(16 if layer % 2 else 1)
+        for part in ("gate", "up", "down")
+        for side in "AB"
+    ]
+    names += [
+        f"{M}.layers.{layer}.mamba.{part}_proj.lora_A.weight" for layer in range(72) for part in range(10)
+    ]
+    assert sum(len(f'"{name}": {entry}, ') for name in names) < MAX_HEADER_BYTES * 0.6
+    assert len(names) < MAX_TENSORS / 2
+
+
+def test_a_report_of_what_is_unsupported_comes_with_the_error(runner: AdaptedRunner, path: Path) -> None:
+    edit_tensors(path, put("base_model.model.nobody.lora_A.weight", 2, 4))
+    edit_tensors(path, put(f"{M}.layers.2.x.bias", 4))
+    with pytest.raises(AdapterError, match="nobody") as caught:
+        runner.read(path)
+    report = caught.value.report
+    assert report.unsupported == {
+        "base_model.model.nobody.lora_A.weight": "this model has no such module",
+        f"{M}.layers.2.x.bias": "trained biases of the base model (bias: all, lora_only) are not supported",
+    }
+    assert (report.applied, report.unused) == ({}, {})

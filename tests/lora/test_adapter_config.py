@@ -161,3 +161,26 @@ def test_many_patterns_one_for_each_module(kit: Kit, runner: AdaptedRunner, tmp_
     names = {f"model.layers.{layer}.self_attn.{name}": 4 for layer in range(1000) for name in ATTENTION}
     edit_config(path, alpha_pattern=names, use_rslora=False)
     assert {delta.scale for delta in runner.read(path).deltas.values()} == {4 / 3}
+
+
+# ---- wording
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 0}, "r: 0: should be greater than or equal to 1"),
+        ({"r": 10**400}, "r: a number of 401 digits: should be less than or equal to 1048576"),
+        ({"use_rslora": "yes"}, "use_rslora: 'yes': should be a valid boolean"),
+        ({"init_lora_weights": None}, "init_lora_weights: None: unknown initialisation"),
+        ({"init_lora_weights": "garbage"}, "init_lora_weights: 'garbage': unknown initialisation"),
+    ],
+    ids=["r", "huge r", "boolean", "init none", "init unknown"],
+)
+def test_mistakes_are_told_in_plain_words(
+    runner: AdaptedRunner, path: Path, fields: dict[str, Any], message: str
+) -> None:
+    edit_config(path, **fields)
+    with pytest.raises(ValueError, match=r"adapter_config\.json: ") as caught:
+        runner.read(path)
+    assert str(caught.value) == f"{path / CONFIG_FILE}: {message}"

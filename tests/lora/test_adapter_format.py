@@ -209,7 +209,7 @@ def test_l047_harmless_extras(kit: Kit, runner: AdaptedRunner, tmp_path: Path) -
     (path / "tokenizer_config.json").write_text("not even JSON")
     (path / "checkpoint-10").mkdir()
     adapter = runner.read(path)
-    assert adapter.report.skipped == {
+    assert adapter.report.unused == {
         "base_model.model.lm_head.base_layer.weight": "a copy of the base model's weight",
         "base_model.model.model.embed_tokens.base_layer.weight": "a copy of the base model's weight",
     }
@@ -222,7 +222,7 @@ def test_report_and_bytes(kit: Kit, runner: AdaptedRunner) -> None:
     for name in ("A", "B", "E", "dora"):
         adapter = runner.read(kit.adapter(name))
         tensors = load_file(kit.root / name / "adapter_model.safetensors")
-        total = sum(t.nbytes for key, t in tensors.items() if key not in adapter.report.skipped)
+        total = sum(t.nbytes for key, t in tensors.items() if key not in adapter.report.unused)
         assert adapter.num_bytes == adapter.report.num_bytes == total
         assert adapter.report.applied.keys() == adapter.deltas.keys()
         assert all(num_bytes > 0 for num_bytes in adapter.report.applied.values())

@@ -733,6 +733,32 @@ def test_alora_without_an_invocation_is_the_base_and_needs_no_slot(kit: Kit, ora
     assert stats["adapters"]["alora"]["num_finished"] == 1
 
 
+# ---- pins
+
+
+def test_a_pin_that_is_refused_changes_nothing(kit: Kit) -> None:
+    engine = AdapterEngine(kit, ["A", "B", "C"], lora={"max_loaded": 2})
+    adapters = engine.core.adapters
+    adapters.pin("A")
+    with pytest.raises(ValueError, match=r"^adapter: 'B' can't be pinned: it would pin the last of 2 slots$"):
+        adapters.pin("B")
+    assert adapters.num_loading == 1  # A's
+    assert "B" not in [info.name for info in adapters.infos() if info.state == "loading"]
+    engine.core.close()
+
+
+def test_a_pin_says_when_loads_are_in_the_way(kit: Kit) -> None:
+    engine = AdapterEngine(kit, ["A", "B", "C"], lora={"max_loaded": 2})
+    for name in ("A", "B"):
+        engine.ask(name, [1, 2], name)
+    engine.core.scheduler.schedule()
+    with pytest.raises(
+        ValueError, match=r"^adapter: 'C' can't be pinned now: .*some by adapters that are still"
+    ):
+        engine.core.adapters.pin("C")
+    engine.core.close()
+
+
 # ---- numbers
 
 

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def modules(kit: Kit) -> dict[str, AdaptableModule]:
-    config = load_config(str(kit.base), None, {"lora": {"allow_runtime_loading": True}, "max_model_len": 64})
+    config = load_config(
+        str(kit.base),
+        None,
+        {"lora": {"allow_runtime_loading": True, "roots": [kit.root]}, "max_model_len": 64},
+    )
     context = build_context(make_plan(config, kit.base), torch.device("cpu"))
     load_model(kit.base, context)
     assert context.lora is not None
@@ -285,6 +289,6 @@ def test_what_the_configuration_names_is_reported_by_its_key(
     store = make_store(modules, root)
     with pytest.raises(ValueError, match=r"^lora\.adapters\.x: .*nothing"):
         store.register_now("x", root / "nothing")
-    with pytest.raises(ValueError, match=r"^adapter: '\.\./x' can't be a name"):
+    with pytest.raises(ValueError, match=r"^lora\.adapters\.\.\./x: .* can't be a name"):
         store.register_now("../x", root / "A")
     store.close()

@@ -90,6 +90,17 @@ def test_every_size_must_be_there(name: str) -> None:
         ("Llama", {"rope_scaling": {"type": "linear"}}, r"rope_parameters\.factor: None is not a number"),
         ("Llama", {"rope_parameters": {"full_attention": {}}}, "must be one set of numbers for all layers"),
         ("Llama", {"rope_parameters": {"partial_rotary_factor": 2.0}}, "32 of the 16 dimensions"),
+        ("Llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor: 0\.5: only 1 is supported"),
+        (
+            "Mistral",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            r"partial_rotary_factor: 0\.25: only 1",
+        ),
+        (
+            "Qwen2",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.875}},
+            r"partial_rotary_factor: 0\.875: only 1",
+        ),
         ("Llama", {"rope_theta": -1}, "rope_theta: -1 is not a number above 0"),
         (
             "Llama",

@@ -13,7 +13,13 @@ from hybridserve.quant.format import WeightError
 from hybridserve.quant.fp8 import Fp8Format
 from hybridserve.quant.policy import Quantization
 from tests.harness.models import random_ids, save_model
-from tests.harness.quantized import QuantizedModel, dequantized_copy, edit_config, edit_tensors
+from tests.harness.quantized import (
+    QuantizedModel,
+    dequantized_copy,
+    edit_config,
+    edit_tensors,
+    everything,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -317,6 +323,11 @@ class TestSpoiled:
     def test_codes_without_a_config(self, path: Path, source: Path) -> None:
         shutil.copy(source / "config.json", path / "config.json")
         self.refused(path, r"'\S+' is quantized, but the checkpoint's quantization_config does not say so")
+
+    def test_codes_under_a_format_made_while_loading(self, path: Path, source: Path) -> None:
+        shutil.copy(source / "config.json", path / "config.json")
+        with pytest.raises(ValueError, match=r"is quantized, but the checkpoint has no quantization_config"):
+            QuantizedModel(path, everything("int8"))
 
     def test_a_norm_in_codes(self, path: Path) -> None:
         name = "model.final_layernorm.weight"

@@ -1,0 +1,149 @@
+"""C kernels as whole programs meet them: at once, interrupted, without a compiler, under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridserve.kernels import native
+
+KERNELS = Path(native.__file__).resolve().parent
+COMPILER = os.environ.get("CC", "cc").split()[0]
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C compiler ({COMPILER})")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, for this test's programs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hybridserve"
+
+
+def compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_an_interrupted_build_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither folders nor processes: a driver's own children, which get no signal of their own, end too."""
+    pids = tmp_path / "pids"
+    script = f'[ "$1" = --version ] || {{ sleep 60 & echo $! $$ >> {pids}; wait; }}'
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc-sleeping", script))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    code = "from hybridserve.cli import main; main(['generate', 'demo', '--prompt', 'x'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (line,) = errors.splitlines()
+    assert line.startswith("building C kernels")
+    assert [path.name for path in (cache / "native").iterdir()] == ["lock"]
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not any(is_running(pid) for pid in pids.read_text().split())
+
+
+def test_a_plan_prepares_all_that_it_uses(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that fails at once, so that it takes no time: one line, and torch runs all."""
+    monkeypatch.setenv("CC", "true")
+    code = "from hybridserve.cli import main; main(['plan', 'demo'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "building C kernels, once (attention, gemm, lora, moe, pointwise, ssm)\n"
+    assert done.stdout.count("not native: C compiler true writes no file") == 6
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_processes_at_once_are_one_build(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "toy" / "native.c"
+    source.parent.mkdir()
+    source.write_text('#include "native.h"\n')
+    calls = tmp_path / "calls"
+    counting = f'[ "$1" = --version ] || {{ echo "$@" >> {calls}; sleep 1; }}; exec {COMPILER} "$@"'
+    monkeypatch.setenv("CC", compiler(tmp_path / "cc-counting", counting))
+    code = "import sys, pathlib; from hybridserve.kernels import native; "
+    code += "sys.exit(native.obstacle(pathlib.Path(sys.argv[1])))"
+    command = [sys.executable, "-W", "error", "-c", code, str(source)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    complaints = "".join(process.communicate()[1] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0, 0], complaints
+    assert complaints.count("building C kernels") == 1
+    assert len(calls.read_text().splitlines()) == 2
+    assert len(list((cache / "native").glob("*.so"))) == 1
+
+
+def test_without_a_compiler_torch_is_used() -> None:
+    """The whole way, in a process that asks for the first time: no warning, no traceback, and the reason."""
+    code = (
+        "from hybridserve.kernels.registry import Capabilities, select\n"
+        "for op in ('gemm', 'moe', 'ssm', 'attention', 'pointwise'):\n"
+        "    choice = select(op, 'auto', Capabilities('cpu', 'float32'))\n"
+        "    print(choice.name, dict(choice.rejected)['native'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "CC": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    for line in done.stdout.splitlines():
+        assert line.startswith("torch_native no C compiler (no-such-compiler")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
+@pytest.mark.parametrize("driver", ["native_driver.c", "native_sequence_driver.c"])
+def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None:
+    """The kernels over odd sizes in exactly sized memory, compared with plain loops."""
+    program = tmp_path / "driver"
+    command = [
+        COMPILER,
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-fopenmp",
+        "-fsanitize=address,undefined",
+        *flags.split(),
+    ]
+    command += ["-fno-sanitize-recover=all", f"-I{KERNELS}", "-o", str(program)]
+    built = subprocess.run(
+        [*command, str(Path(__file__).with_name(driver)), "-lm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([str(program)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    assert done.stdout.startswith("ok")
