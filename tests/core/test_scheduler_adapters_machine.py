@@ -122,7 +122,7 @@ class AdapterMachine(RuleBasedStateMachine):
         try:
             self.engine.scheduler.pin_adapter(adapter_id)
         except ValueError as error:
-            assert "pin the last" in str(error) or "pinned adapters included" in str(error)  # noqa: PT017
+            assert "pin the last" in str(error) or "no room beside its" in str(error)  # noqa: PT017
 
     @rule(adapter_id=st.sampled_from(VERSIONS))
     def unpin(self, adapter_id: str) -> None:
