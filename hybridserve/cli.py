@@ -396,7 +396,9 @@ def _quantize(args: argparse.Namespace) -> None:
 
     report = quantize_checkpoint(resolve_model(args.model), args.out, args.format, targets)
     size = f"{report.bytes_after / report.bytes_before:.0%} of {report.bytes_before:,} bytes"
-    rows = report.plan.rows()
+    plan = report.plan  # how products will be computed is for the engine that serves it to say
+    how = f"{plan.quantization.format}, {plan.share:.1%} of the parameters"
+    rows = [("quantization", how), ("", plan.kinds)]
     print(_table([*rows, ("written", f"{args.out}: {size}; every module is listed in {REPORT_FILE}")]))
 
 

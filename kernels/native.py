@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch  # noqa: F401 - its OpenMP runtime must be loaded before a library looks for one
+import torch  # whose OpenMP runtime must be loaded before a library looks for one
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +44,9 @@ POINTER = ctypes.c_void_p
 
 INT = ctypes.c_int64
 """Every size, stride and number of threads."""
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers that native_math.h gives to kinds of element. Kernels of fewer, or of codes, have theirs."""
 
 _HEADERS = Path(__file__).resolve().parent
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -39,9 +39,14 @@ class QuantizationPlan:
     def rows(self) -> list[tuple[str, str]]:
         """For `EnginePlan.table`."""
         when = "as the checkpoint is" if self.quantization.stored else "while loading"
-        kept = f"; kept: {', '.join(self.kept_kinds)}" if self.kept_kinds else ""
         how = f"{self.quantization.format} {when}, {self.share:.1%} of the parameters; {self.note}"
-        return [("quantization", how), ("", f"{', '.join(self.quantized_kinds)}{kept}")]
+        return [("quantization", how), ("", self.kinds)]
+
+    @property
+    def kinds(self) -> str:
+        """What is quantized and what is not, as text."""
+        kept = f"; kept: {', '.join(self.kept_kinds)}" if self.kept_kinds else ""
+        return f"{', '.join(self.quantized_kinds)}{kept}"
 
 
 def plan_quantization(context: BuildContext) -> QuantizationPlan | None:

@@ -14,7 +14,7 @@ import torch
 
 from hybridserve.kernels import native
 from hybridserve.kernels.attention.interface import AttentionBackend
-from hybridserve.kernels.native import INT, POINTER
+from hybridserve.kernels.native import INT, KINDS, POINTER
 
 if TYPE_CHECKING:
     from hybridserve.kernels.attention.interface import AttentionMetadata
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).resolve().with_name("native.c")
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers that the C headers give to kinds of element."""
 
 FUNCTIONS = {
     "paged_attention": (
@@ -78,10 +76,10 @@ class Native(AttentionBackend):
             table.data_ptr(),
             table.stride(0),
             metadata.slot_mapping.data_ptr(),
-            _KINDS[query.dtype],
+            KINDS[query.dtype],
             *(argument for x in inputs for argument in (x.data_ptr(), *x.stride()[:2])),
             cache.data_ptr(),
-            _KINDS[cache.dtype],
+            KINDS[cache.dtype],
             block_size,
             *cache.stride(),
             scale,

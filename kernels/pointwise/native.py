@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridserve.kernels import native
-from hybridserve.kernels.native import INT, POINTER
+from hybridserve.kernels.native import INT, KINDS, POINTER
 from hybridserve.kernels.pointwise.interface import PointwiseBackend
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).resolve().with_name("native.c")
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers that the C headers give to kinds of element."""
 
 FUNCTIONS = {
     "rms_norm": (
@@ -60,9 +58,9 @@ class Native(PointwiseBackend):
         self._rms_norm(
             x.data_ptr(),
             x.stride(0),
-            _KINDS[x.dtype],
+            KINDS[x.dtype],
             weight.data_ptr(),
-            _KINDS[weight.dtype],
+            KINDS[weight.dtype],
             _int64_array(sizes),
             len(sizes),
             num_rows,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridserve.kernels import native
-from hybridserve.kernels.native import INT, POINTER
+from hybridserve.kernels.native import INT, KINDS, POINTER
 from hybridserve.kernels.ssm.interface import SSMBackend
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).resolve().with_name("native.c")
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The numbers that the C headers give to kinds of element."""
 
 _BATCH = (POINTER, POINTER, POINTER, INT)
 FUNCTIONS = {
@@ -76,7 +74,7 @@ class Native(SSMBackend):
         self._conv(
             *_batch(metadata),
             num_channels,
-            _KINDS[dtype],
+            KINDS[dtype],
             rows.data_ptr(),
             rows.stride(0),
             weight.data_ptr(),
@@ -117,7 +115,7 @@ class Native(SSMBackend):
         self._scan(
             *_batch(metadata),
             *A.shape,
-            _KINDS[dtype],
+            KINDS[dtype],
             *arguments,
             A.data_ptr(),
             D.data_ptr(),
@@ -152,4 +150,4 @@ def _batch(metadata: SSMMetadata) -> tuple[int, int, int, int]:
 
 def _states(state: torch.Tensor) -> tuple[int, int, int, int, int]:
     slot, channel, last = state.stride()
-    return state.data_ptr(), _KINDS[state.dtype], slot, channel, last
+    return state.data_ptr(), KINDS[state.dtype], slot, channel, last
