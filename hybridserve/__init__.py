@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from hybridserve.version import __version__
+
 TYPE_CHECKING = (
     False  # typing.TYPE_CHECKING to a type checker; the command line starts here, so import little
 )
 if TYPE_CHECKING:
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.request import SamplingParams
+    from hybridserve.frontend.async_engine import AsyncLLM
     from hybridserve.llm import LLM
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "hybridserve.frontend.async_engine",
     "LLM": "hybridserve.llm",
     "SamplingParams": "hybridserve.core.request",
     "EngineConfig": "hybridserve.config.schema",

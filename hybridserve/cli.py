@@ -1,4 +1,4 @@
-"""The command line: generate, inspect, plan.
+"""The command line: serve, generate, inspect, plan.
 
 Knows files and terminals; what may be typed is in `cli_options`, and what a command does is done by modules
 that it imports when it runs, so that `--help` is quick. A user's mistake is one line on standard error and
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hybridserve import __version__
 from hybridserve.cli_options import USAGE_ERROR, engine_options, has_engine_options, parse, sampling_options
 from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.distributed.failure import RankFailure
 from hybridserve.interrupt import INTERRUPTED, interrupt_exits_at_once, interrupt_prevails
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(BROKEN_PIPE)
         _exit(USAGE_ERROR, _one_line(error))
+    except RankFailure as error:
+        _exit(FAILED, str(error))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     sys.exit(0)
@@ -70,10 +73,10 @@ def _one_line(error: Exception) -> str:
     return str(error)
 
 
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
+def _engine_config(args: argparse.Namespace, **more: object) -> EngineConfig:
     from hybridserve.config.loader import load_config
 
-    options = engine_options(args)
+    options = {**engine_options(args), **more}
     return load_config(options.pop("model", None), options.pop("config", None), options)
 
 
@@ -300,17 +303,22 @@ def _inspect(args: argparse.Namespace) -> None:
         raise ValueError(f"--on: {args.target} is no adapter's directory")
     config = None if args.target is None else _engine_config(args)
     with interrupt_exits_at_once():
-        from hybridserve.engine.planner import make_plan
+        from hybridserve.engine.checkpoint_report import checkpoint_rows
+        from hybridserve.engine.planner import plan_model
+        from hybridserve.models.config import load_hf_config
         from hybridserve.models.hub import resolve_model
+        from hybridserve.models.weights import has_weights
 
         rows = list(_machine())
     if config is None:
         rows += _backends()
         print(_table(rows))
-    else:
-        plan = make_plan(config, resolve_model(config.model))
-        print(_table(rows))
-        print(plan.table(every_reason=True))
+        return
+    path = resolve_model(config.model)
+    print(_table(rows))
+    if has_weights(path):  # first, for it can be seen on a machine that could not hold the model
+        print(_table(checkpoint_rows(config, path)))
+    print(plan_model(config, load_hf_config(path)).table(every_reason=True))
 
 
 def _is_adapter(target: str) -> bool:
@@ -377,10 +385,15 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 def _plan(args: argparse.Namespace) -> None:
     config = _engine_config(args)
     with interrupt_exits_at_once():
-        from hybridserve.engine.planner import make_plan
-        from hybridserve.models.hub import resolve_model
+        from hybridserve.engine.alternatives import plan_or_suggest
+        from hybridserve.models.hub import resolve_config
 
-    plan = make_plan(config, resolve_model(config.model))
+    hf_config, shape = resolve_config(config.model)
+    plan = plan_or_suggest(config, hf_config, shape=shape)
+    if args.plot is not None:
+        with interrupt_exits_at_once():
+            from hybridserve.engine.plan_plot import draw_plan
+        draw_plan(plan, args.plot)
     print(json.dumps(plan.to_dict(), indent=2) if args.json else plan.table())
 
 
@@ -402,4 +415,45 @@ def _quantize(args: argparse.Namespace) -> None:
     print(_table([*rows, ("written", f"{args.out}: {size}; every module is listed in {REPORT_FILE}")]))
 
 
-COMMANDS = {"generate": _generate, "inspect": _inspect, "plan": _plan, "quantize": _quantize}
+def _serve(args: argparse.Namespace) -> None:
+    config = _engine_config(args, **({"server.api_keys": args.api_key} if args.api_key else {}))
+    with interrupt_exits_at_once():
+        try:
+            from hybridserve.server.logs import set_up_logging
+            from hybridserve.server.serve import serve
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error.name} is missing: pip install 'hybridserve[server]'") from None
+    set_up_logging(args.log_format, verbose=args.verbose)
+    status = serve(config)
+    if status:
+        sys.exit(status)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    with interrupt_exits_at_once():
+        from hybridserve.chat import run
+
+    if failure := run(args, engine_options(args), sampling_options(args)):
+        _exit(FAILED, failure)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    with interrupt_exits_at_once():
+        from hybridserve.bench.command import run
+
+    outcome = run(args, engine_options(args))
+    if outcome.was_interrupted:
+        sys.exit(INTERRUPTED)
+    if outcome.failure:
+        _exit(FAILED, outcome.failure)
+
+
+COMMANDS = {
+    "bench": _bench,
+    "chat": _chat,
+    "serve": _serve,
+    "generate": _generate,
+    "inspect": _inspect,
+    "plan": _plan,
+    "quantize": _quantize,
+}

@@ -42,6 +42,8 @@ SAMPLING_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("prompt_logprobs", int, "the same for the tokens of the prompt (with --prompts)"),
 )
 
+NOT_OF_A_CHAT = ("n", "logprobs", "prompt_logprobs")
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
@@ -128,12 +130,37 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_config_options(parser)
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
+    parser.add_argument(
+        "--api_key",
+        action="append",
+        metavar="KEY",
+        help="a key of users; may be repeated, and replaces server.api_keys (others on this machine can see "
+        "what was typed: a file with ${NAME} of the environment hides it)",
+    )
+    parser.add_argument(
+        "--insecure",
+        dest=CONFIG + "server.insecure",
+        action="store_const",
+        const="true",
+        default=argparse.SUPPRESS,
+        help="listen beyond this machine though there is no key",
+    )
+    parser.add_argument(
+        "--log_format", choices=("text", "json"), default="text", help="of the log on standard error"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log every request, and tracebacks")
+    _add_config_options(parser)
+
+
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         nargs="?",
-        metavar="MODEL_OR_YAML_OR_ADAPTER",
-        help="show what a model would run with, too; or what an adapter's directory holds",
+        metavar="MODEL_OR_YAML_OR_CHECKPOINT_OR_ADAPTER",
+        help="show what a model would run with, too, and where its checkpoint's tensors go; or what an "
+        "adapter's directory holds",
     )
     parser.add_argument(
         "--on", metavar="MODEL", help="report what of the adapter would be applied to this model"
@@ -145,6 +172,12 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODEL_OR_YAML", help="directory, hub id, demo, or a YAML file")
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        type=Path,
+        help="draw memory by part and projected throughput, too (needs the extra plot)",
+    )
     _add_config_options(parser)
 
 
@@ -159,7 +192,36 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    from hybridserve.bench.options import add_target_options
+
+    add_target_options(parser)
+    parser.add_argument("--adapter", metavar="NAME", help="answer with this adapter, not the base model")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    sampling = parser.add_argument_group("sampling")
+    for name, kind, about in SAMPLING_OPTIONS:
+        if name not in NOT_OF_A_CHAT:
+            sampling.add_argument(
+                f"--{name}",
+                type=kind,
+                default=argparse.SUPPRESS,
+                metavar="N" if kind is int else "X",
+                help=about,
+            )
+    _add_config_options(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from hybridserve.bench.options import add_bench_options
+
+    add_bench_options(parser)
+    _add_config_options(parser)
+
+
 COMMANDS = {
+    "bench": (_add_bench, "measure throughput and latency of a model or of any OpenAI-compatible server"),
+    "chat": (_add_chat, "talk with a model, or with one that a server has, in the terminal"),
+    "serve": (_add_serve, "serve a model over HTTP, to clients of OpenAI's API"),
     "generate": (_add_generate, "continue a prompt, or a file of prompts"),
     "inspect": (_add_inspect, "show versions, the machine, and which backends are chosen and why"),
     "plan": (_add_plan, "show what a model needs and how much fits, without loading it"),

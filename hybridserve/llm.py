@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import numpy as np
-
-from hybridserve.config.loader import load_config
-from hybridserve.config.schema import EngineConfig
 from hybridserve.core.request import FinishReason, SamplingParams
 from hybridserve.engine.core import EngineCore
-from hybridserve.engine.messages import EngineRequest
 from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.models.hub import resolve_model
 from hybridserve.outputs import OutputProcessor, RequestOutput, StreamAborted
-from hybridserve.text import Tokenizer, TokenizerMissing
+from hybridserve.prompts import Message, Prompt, PromptReader, as_prompts, config_of, one_each
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
-    from hybridserve.engine.adapters import AdapterInfo
+    from hybridserve.config.schema import EngineConfig
+    from hybridserve.engine.messages import AdapterInfo, EngineRequest
     from hybridserve.engine.stats import EngineStats
-
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
+    from hybridserve.text import Tokenizer
 
 
 class LLM:
@@ -51,32 +45,24 @@ class LLM:
         config: str | os.PathLike[str] | EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(model, str | os.PathLike | None):
-            raise ValueError(f"model: {type(model).__name__} is neither a directory's name nor a hub id")
-        if not isinstance(config, EngineConfig):
-            self.config = load_config(None if model is None else str(model), config, options)
-        elif model is not None or options:
-            raise ValueError("config: an EngineConfig says everything; give no model or options beside it")
-        else:
-            self.config = config
+        self.config = config_of(model, config, options)
         path = resolve_model(self.config.model)
         self.plan: EnginePlan = make_plan(self.config, path)
-        self.tokenizer: Tokenizer | None = None
-        self._tokenizer_error = ""
-        try:
-            self.tokenizer = Tokenizer.load(
-                resolve_model(self.config.tokenizer) if self.config.tokenizer else path
-            )
-        except TokenizerMissing as error:
-            if self.config.tokenizer:
-                raise
-            self._tokenizer_error = str(error)
+        self._prompts = PromptReader.load(self.config, path)
         self._core = EngineCore.create(self.config, self.plan, path)
-        self._processor = OutputProcessor(self.tokenizer)
+        self._interrupts = self._core.interrupts
+        self._processor = OutputProcessor(self._prompts.tokenizer)
+        self._outputs: dict[str, RequestOutput] = {}
         self._streams: dict[str, deque[str]] = {}
         self._finished: set[str] = set()
+        self._abandoned: deque[str] = deque()
+        """Requests whose streams were forgotten, by whichever thread collected them."""
         self._ids = itertools.count()
         self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._prompts.tokenizer
 
     def generate(
         self,
@@ -97,12 +83,12 @@ class LLM:
         index of a prompt and a piece of its text as pieces come. ValueError, naming the field, before
         anything runs.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         columns = zip(
             many,
-            _one_each("params", params, SamplingParams, len(many)),
-            _one_each("adapter", adapter, str, len(many)),
-            _one_each("priority", priority, int, len(many)),
+            one_each("params", params, SamplingParams, len(many)),
+            one_each("adapter", adapter, str, len(many)),
+            one_each("priority", priority, int, len(many)),
             strict=True,
         )
         requests = [self._request(*column) for column in columns]
@@ -125,7 +111,7 @@ class LLM:
             raise ValueError("messages: must be a list of {role, content} with at least one entry")
         one = isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        prompts = [self._text("messages").chat_ids(conversation) for conversation in conversations]
+        prompts = [self._prompts.chat_ids(conversation) for conversation in conversations]
         return self.generate(prompts, params, adapter=adapter, priority=priority, progress=progress)
 
     def stream(
@@ -135,15 +121,19 @@ class LLM:
         *,
         adapter: str | None = None,
         priority: int = 0,
-    ) -> Iterator[str]:
-        """Generate for one prompt, yielding pieces of text as they come. Closing the iterator aborts the
-        request. Raises StreamAborted (a RuntimeError) where the engine gives the request up, as it does if
-        the model's logits are not finite."""
+    ) -> TextStream:
+        """Generate for one prompt, yielding pieces of text as they come. The request begins with this call,
+        on the content that its adapter has now, and closing the iterator aborts it. Raises StreamAborted (a
+        RuntimeError) where the engine gives the request up, as it does if the model's logits are not
+        finite."""
         request, text = self._request(prompt, params, adapter, priority)
         if request.params.n != 1:
             raise ValueError(f"n: a stream has one continuation, not {request.params.n}")
-        self._text("prompt")
-        return self._stream(request, text)
+        self._prompts.text("prompt")
+        with self._interrupts.held():
+            self._add(request, text)
+            self._streams[request.request_id] = deque()
+            return TextStream(self, request.request_id)
 
     def check(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
@@ -156,12 +146,21 @@ class LLM:
         root. Returns what is now known of it, with a report on what was applied.
 
         A name that is in use means the new content for new requests, while those that run go on with the old
-        one; if the content is equal, nothing happens. ValueError, saying what is wrong with the files, and
-        nothing has changed; also where `lora.allow_runtime_loading` is off.
+        one; if the content is equal, nothing happens. Requests that run go on meanwhile. ValueError, saying
+        what is wrong with the files, and nothing has changed; also for other content under a name that is
+        pinned, and where `lora.allow_runtime_loading` is off.
         """
         self._check_open()
-        self._core.wait_for_load(self._core.adapters.load(name, path))
-        return self._core.adapters.info(name)
+        with self._interrupts.held():
+            future = self._core.adapters.load(name, path)
+            try:
+                while not future.done() and self._core.has_work:
+                    self._pump()
+                self._core.wait_for_load(future)
+            except BaseException:
+                future.cancel()
+                raise
+            return self._core.adapters.info(name)
 
     def unload_adapter(self, name: str) -> bool:
         """Refuse an adapter's name to new requests from now on; those that run go on. True if nothing is left
@@ -214,27 +213,28 @@ class LLM:
         watch: Callable[[int, str], None] | None,
     ) -> list[RequestOutput]:
         waiting = {request.request_id for request, _ in requests}
-        try:
-            for request, prompt in requests:
-                self._add(request, prompt)
-                if watch is not None:
-                    self._streams[request.request_id] = deque()
-            with _progress_bar(len(requests), progress, self._core.stats) as advance:
-                while waiting:
-                    self._pump()
+        with self._interrupts.held():
+            try:
+                for request, prompt in requests:
+                    self._add(request, prompt)
                     if watch is not None:
-                        self._show(requests, watch)
-                    done = self._finished & waiting
-                    waiting -= done
-                    self._finished -= done
-                    advance(len(done))
-        except BaseException:
+                        self._streams[request.request_id] = deque()
+                with _progress_bar(len(requests), progress, self._core.stats) as advance:
+                    while waiting:
+                        self._pump()
+                        if watch is not None:
+                            self._show(requests, watch)
+                        done = self._finished & waiting
+                        waiting -= done
+                        self._finished -= done
+                        advance(len(done))
+            except BaseException:
+                for request, _ in requests:
+                    self._drop(request.request_id)
+                raise
             for request, _ in requests:
-                self._drop(request.request_id)
-            raise
-        for request, _ in requests:
-            self._streams.pop(request.request_id, None)
-        return [self._processor.take(request.request_id) for request, _ in requests]
+                self._streams.pop(request.request_id, None)
+            return [self._outputs.pop(request.request_id) for request, _ in requests]
 
     def _show(
         self, requests: Sequence[tuple[EngineRequest, str | None]], watch: Callable[[int, str], None]
@@ -242,41 +242,45 @@ class LLM:
         for index, (request, _) in enumerate(requests):
             pieces = self._streams[request.request_id]
             while pieces:
-                watch(index, pieces.popleft())
+                piece = pieces.popleft()
+                with self._interrupts.let_through():
+                    watch(index, piece)
 
-    def _stream(self, request: EngineRequest, prompt: str | None) -> Iterator[str]:
-        self._add(request, prompt)
-        pieces = self._streams[request.request_id] = deque()
-        try:
-            while request.request_id not in self._finished:
-                self._pump()
-                while pieces:
-                    yield pieces.popleft()
-            completion = self._processor.take(request.request_id).outputs[0]
-            if completion.finish_reason == FinishReason.ABORT:
-                raise StreamAborted(completion.stop_reason)
-        finally:
-            self._drop(request.request_id)
+    def _wait_for_piece(self, request_id: str) -> deque[str]:
+        """A stream's pieces, at its end none."""
+        self._check_open()
+        pieces = self._streams[request_id]
+        while not pieces and request_id not in self._finished:
+            self._pump()
+        completion = self._outputs[request_id].outputs[0]
+        if not pieces and completion.finish_reason == FinishReason.ABORT:
+            raise StreamAborted(completion.stop_reason)
+        return pieces
 
     def _add(self, request: EngineRequest, prompt: str | None) -> None:
         self._check_open()
         self._core.add(request)
-        self._processor.add(request, prompt)
+        self._outputs[request.request_id] = RequestOutput.empty(request, prompt)
+        self._processor.add(request)
 
     def _drop(self, request_id: str) -> None:
         """Forget a request, whatever became of it."""
-        self._core.abort(request_id)
-        self._processor.discard(request_id)
-        self._streams.pop(request_id, None)
-        self._finished.discard(request_id)
+        with self._interrupts.held():
+            self._core.abort(request_id)
+            self._processor.discard(request_id)
+            self._outputs.pop(request_id, None)
+            self._streams.pop(request_id, None)
+            self._finished.discard(request_id)
 
     def _pump(self) -> None:
-        """Run one step of the engine, for everybody who waits."""
+        """Run one step of the engine, for everybody who waits. Interrupts are held off: what comes is for
+        several."""
         self._check_open()
         deltas, aborts = self._processor.process(self._core.step())
         for request_id, index in aborts:
             self._core.abort(request_id, index)
         for delta in deltas:
+            self._outputs[delta.request_id].add(delta)
             if delta.text and delta.request_id in self._streams:
                 self._streams[delta.request_id].append(delta.text)
             if delta.finished:
@@ -286,25 +290,8 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, adapter: str | None, priority: int
     ) -> tuple[EngineRequest, str | None]:
         self._check_open()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params: {params!r} is not SamplingParams")
-        if not isinstance(adapter, str | None):
-            raise ValueError(f"adapter: {adapter!r} is not a name")
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop: needs a tokenizer, and there is none ({self._tokenizer_error})")
-        if isinstance(prompt, str):
-            # an empty text stays empty, though the tokenizer would put special tokens around it
-            text, prompt_ids = prompt, self._text("prompt").encode(prompt) if prompt else []
-        else:
-            text, prompt_ids = None, _token_ids(prompt)
-        request = EngineRequest(
-            request_id=str(next(self._ids)),
-            prompt_ids=prompt_ids,
-            params=params,
-            adapter=adapter,
-            priority=priority,
-            arrival=time.monotonic(),
+        request, text = self._prompts.request(
+            str(next(self._ids)), prompt, params, adapter, priority, self.plan.max_model_len
         )
         self._core.check(request)
         return request, text
@@ -312,52 +299,39 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM has been closed")
-
-    def _text(self, field: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{field}: {self._tokenizer_error}; give prompts as token ids instead")
-        return self.tokenizer
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt (text, or a list of token ids) or several -> several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = _listed(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
-        raise ValueError(
-            f"prompt: {type(prompts).__name__} is neither text, a list of token ids, nor a list of either"
-        )
-    if prompts and all(isinstance(item, Integral) for item in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return cast("Sequence[Prompt]", prompts)
+class TextStream(Iterator[str]):
+    """The pieces of one request's text, from `LLM.stream`. Whoever asks for the next one drives the engine;
+    the request advances as well when others do."""
 
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        # a thread of somebody else may collect a stream, and must not touch the engine
+        self._abandon = weakref.finalize(self, llm._abandoned.append, request_id)
+        self._abandon.atexit = False
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    prompt = _listed(prompt)
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray)
-    if not is_list or any(isinstance(i, bool) or not isinstance(i, Integral) for i in prompt):
-        raise ValueError("prompt: must be text or a list of token ids (whole numbers)")
-    return list(map(int, prompt))
+    def __next__(self) -> str:
+        if not self._abandon.alive:
+            raise StopIteration
+        try:
+            with self._llm._interrupts.held():
+                pieces = self._llm._wait_for_piece(self._request_id)
+            if not pieces:
+                raise StopIteration
+            return pieces.popleft()
+        except BaseException:
+            self.close()
+            raise
 
-
-def _listed(prompt: Any) -> Any:
-    """An array [num_tokens] of whole numbers as a list; anything else as it is."""
-    is_ids = isinstance(prompt, np.ndarray) and prompt.ndim == 1 and prompt.dtype.kind in "iu"
-    return prompt.tolist() if is_ids else prompt
-
-
-def _one_each(name: str, given: Any, kind: type, count: int) -> Sequence[Any]:
-    """A value for each prompt, from one for all or a list of them."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{name}: {type(given).__name__} is neither {kind.__name__} nor a list of them")
-    if len(given) != count:
-        raise ValueError(f"{name}: {len(given)} given for {count} prompts")
-    if not all(isinstance(item, kind) or (item is None and kind is not int) for item in given):
-        raise ValueError(f"{name}: not every entry of the list is {kind.__name__}")
-    return given
+    def close(self) -> None:
+        """Abort the request, if it has not finished; there are no more pieces."""
+        with self._llm._interrupts.held():
+            if self._abandon.detach():
+                self._llm._drop(self._request_id)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,17 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hybridserve.core.request import FinishReason
-from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
+from hybridserve.engine.messages import RequestMetrics
 from hybridserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from hybridserve.engine.messages import EngineRequest, SequenceOutput, TokenLogprobs
 
 
 class StreamAborted(RuntimeError):
@@ -65,63 +67,99 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     finished: bool = False
 
+    @classmethod
+    def empty(cls, request: EngineRequest, prompt: str | None) -> RequestOutput:
+        """Of a request of which nothing has come yet."""
+        has_logprobs = request.params.logprobs is not None
+        return cls(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt_ids,
+            adapter=request.adapter,
+            outputs=[
+                CompletionOutput(
+                    index,
+                    logprobs=[] if has_logprobs else None,
+                    cumulative_logprob=0.0 if has_logprobs else None,
+                )
+                for index in range(request.params.n)
+            ],
+            prompt_logprobs=None if request.params.prompt_logprobs is None else [None],
+        )
+
+    def add(self, delta: Delta) -> None:
+        """Grow by what a step has added."""
+        completion = self.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids += delta.token_ids
+        if delta.logprobs is not None and completion.logprobs is not None:
+            completion.logprobs += delta.logprobs
+            total = completion.cumulative_logprob or 0.0
+            for position in delta.logprobs:
+                total += next(iter(position.values())).logprob
+            completion.cumulative_logprob = total
+        if delta.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.finished:
+            self.finished, self.metrics = True, delta.metrics
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one continuation. `text` is what may be shown: never half a character, never the
-    beginning of a stop string."""
+    """What one step added to one continuation. Each continuation has one delta with a `finish_reason`, and
+    each request one that is `finished`, its last."""
 
     request_id: str
     index: int
-    text: str
-    finished: bool
+    text: str = ""
+    """What may be shown: never half a character, never the beginning of a stop string."""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[Logprobs] | None = None
+    """One for each of the token ids, where they were asked for."""
+    prompt_logprobs: Sequence[Logprobs] | None = None
+    """Of the next so many tokens of the prompt; its first token has none."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    finished: bool = False
     """Whether the whole request is now finished."""
+    metrics: RequestMetrics | None = None
+    """Of a finished request."""
 
 
 @dataclass(slots=True)
 class _Continuation:
-    output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
     stop: StopChecker
+    num_tokens: int = 0
+    has_ended: bool = False
     metrics: RequestMetrics | None = None
 
 
 @dataclass(slots=True)
 class _Tracked:
-    output: RequestOutput
     continuations: list[_Continuation]
     min_tokens: int
 
 
 class OutputProcessor:
-    """Collects what an engine emits. Without a tokenizer texts stay empty."""
+    """Makes of what an engine emits what its users are told. Without a tokenizer texts stay empty.
+
+    One thread may call `process` while another calls `add` and `discard`.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._tracked: dict[str, _Tracked] = {}
 
-    def add(self, request: EngineRequest, prompt: str | None) -> None:
+    def add(self, request: EngineRequest) -> None:
         params = request.params
         continuations = [
-            _Continuation(
-                CompletionOutput(index, logprobs=None if params.logprobs is None else []),
-                self._detokenizer(request.prompt_ids),
-                StopChecker(params.stop),
-            )
-            for index in range(params.n)
+            _Continuation(self._detokenizer(request.prompt_ids), StopChecker(params.stop))
+            for _ in range(params.n)
         ]
-        if params.logprobs is not None:
-            for continuation in continuations:
-                continuation.output.cumulative_logprob = 0.0
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=prompt,
-            prompt_token_ids=request.prompt_ids,
-            adapter=request.adapter,
-            outputs=[continuation.output for continuation in continuations],
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-        )
-        self._tracked[request.request_id] = _Tracked(output, continuations, params.min_tokens)
+        self._tracked[request.request_id] = _Tracked(continuations, params.min_tokens)
 
     def _detokenizer(self, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
@@ -131,16 +169,13 @@ class OutputProcessor:
             detokenizer.push(token_id)
         return detokenizer
 
-    def take(self, request_id: str) -> RequestOutput:
-        """Hand a request over and forget it; what the engine still says about it is ignored."""
-        return self._tracked.pop(request_id).output
-
     def discard(self, request_id: str) -> None:
+        """Forget a request; what the engine still says about it is ignored."""
         self._tracked.pop(request_id, None)
 
     def process(self, outputs: Iterable[SequenceOutput]) -> tuple[list[Delta], list[tuple[str, int]]]:
         """Returns what was added, and the continuations (request id, index) that a stop string ended and that
-        the engine must abort."""
+        the engine must abort. A request that has finished is forgotten."""
         deltas: list[Delta] = []
         aborts: list[tuple[str, int]] = []
         for output in outputs:
@@ -148,54 +183,60 @@ class OutputProcessor:
             if tracked is None:
                 continue
             continuation = tracked.continuations[output.index]
-            if output.prompt_logprobs is not None and tracked.output.prompt_logprobs is not None:
-                tracked.output.prompt_logprobs += map(self._logprobs, output.prompt_logprobs)
             if output.metrics is not None:
                 continuation.metrics = output.metrics
-            text = ""
-            if continuation.output.finish_reason is None:
-                text = self._advance(tracked, continuation, output)
-                if continuation.output.finish_reason is not None and output.finish_reason is None:
+            parts = [each.metrics for each in tracked.continuations if each.metrics is not None]
+            finished = len(parts) == len(tracked.continuations)
+            prompt_logprobs = self._all_logprobs(output.prompt_logprobs)
+            if not continuation.has_ended:
+                delta = self._advance(tracked, continuation, output)
+                if delta.finish_reason is not None and output.finish_reason is None:
                     aborts.append((output.request_id, output.index))
-            done = all(c.metrics is not None for c in tracked.continuations)
-            if done:
-                tracked.output.finished = True
-                tracked.output.metrics = _merge_metrics(
-                    [c.metrics for c in tracked.continuations if c.metrics]
-                )
-            if text or done:
-                deltas.append(Delta(output.request_id, output.index, text, done))
+            elif finished or prompt_logprobs:
+                delta = Delta(output.request_id, output.index)
+            else:
+                continue
+            if finished:
+                self.discard(output.request_id)
+                delta = replace(delta, finished=True, metrics=_merge_metrics(parts))
+            deltas.append(replace(delta, prompt_logprobs=prompt_logprobs) if prompt_logprobs else delta)
         return deltas, aborts
 
-    def _advance(self, tracked: _Tracked, continuation: _Continuation, output: SequenceOutput) -> str:
-        """Take one continuation's new tokens; returns the text that may now be shown."""
-        result, stop = continuation.output, continuation.stop
-        shown = ""
+    def _advance(self, tracked: _Tracked, continuation: _Continuation, output: SequenceOutput) -> Delta:
+        """Take one continuation's new tokens, up to the one that completes a stop string."""
+        stop, detokenizer = continuation.stop, continuation.detokenizer
+        text, num_taken = "", len(output.token_ids)
+        finish_reason: str | None = output.finish_reason
+        stop_reason = output.stop_reason
         for position, token_id in enumerate(output.token_ids):
+            continuation.num_tokens += 1
             # the token that ends a sequence is part of its ids, not of its text
             ends = output.finish_reason is FinishReason.STOP and position == len(output.token_ids) - 1
-            result.token_ids.append(token_id)
-            if output.logprobs is not None and result.logprobs is not None:
-                result.logprobs.append(self._logprobs(output.logprobs[position]))
-                result.cumulative_logprob = (result.cumulative_logprob or 0.0) + output.logprobs[
-                    position
-                ].logprobs[0]
-            if continuation.detokenizer is None or ends:
+            if detokenizer is None or ends:
                 continue
-            may_stop = len(result.token_ids) >= tracked.min_tokens
-            text, matched = stop.push(continuation.detokenizer.push(token_id), may_stop=may_stop)
-            shown += text
+            may_stop = continuation.num_tokens >= tracked.min_tokens
+            shown, matched = stop.push(detokenizer.push(token_id), may_stop=may_stop)
+            text += shown
             if matched is not None:
-                result.finish_reason, result.stop_reason = FinishReason.STOP, matched
-                result.text += shown
-                return shown
-        if output.finish_reason is not None:
-            result.finish_reason, result.stop_reason = output.finish_reason, output.stop_reason
-            if continuation.detokenizer is not None:
-                text, matched = stop.push(continuation.detokenizer.flush(), may_stop=True)
-                shown += text + ("" if matched is not None else stop.flush())
-        result.text += shown
-        return shown
+                finish_reason, stop_reason, num_taken = FinishReason.STOP, matched, position + 1
+                break
+        else:
+            if output.finish_reason is not None and detokenizer is not None:
+                shown, matched = stop.push(detokenizer.flush(), may_stop=True)
+                text += shown + ("" if matched is not None else stop.flush())
+        continuation.has_ended = finish_reason is not None
+        return Delta(
+            output.request_id,
+            output.index,
+            text,
+            output.token_ids[:num_taken],
+            logprobs=self._all_logprobs(output.logprobs and output.logprobs[:num_taken]),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _all_logprobs(self, scored: list[TokenLogprobs] | None) -> list[Logprobs] | None:
+        return None if scored is None else [self._logprobs(position) for position in scored]
 
     def _logprobs(self, scored: TokenLogprobs) -> Logprobs:
         decode = self._tokenizer.decode_token if self._tokenizer else lambda _: None

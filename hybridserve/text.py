@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 if TYPE_CHECKING:
-    from jinja2 import Template, nodes
-    from jinja2.parser import Parser
+    from hybridserve.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -82,8 +81,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, with the special tokens that the tokenizer puts around a text."""
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:  # a batch: while it works on one, other threads of Python run
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         except (TypeError, UnicodeEncodeError):
             raise ValueError("prompt: holds half of a surrogate pair, which is not text") from None
 
@@ -124,6 +124,19 @@ class Tokenizer:
         return text[len(self._backend.decode(before, skip_special_tokens=False)) :].encode()
 
     @cached_property
+    def max_bytes_an_id(self) -> int | None:
+        """Bytes of a text that one id stands for at most; None if there may be no limit, as where a text is
+        changed or cut before it is encoded."""
+        backend = json.loads((self._directory / "tokenizer.json").read_bytes())
+        added = self._backend.get_added_tokens_decoder().values()
+        keeps_all = (
+            backend.get("normalizer") is None
+            and (backend.get("pre_tokenizer") or {}).get("type") == "ByteLevel"
+            and not any(token.lstrip or token.rstrip for token in added)
+        )
+        return max(len(self.piece(token_id)) for token_id in range(self.vocab_size)) if keeps_all else None
+
+    @cached_property
     def chat_template(self) -> str | None:
         """The source of `chat_template.jinja`, or of the default one in `tokenizer_config.json`."""
         path = self._directory / "chat_template.jinja"
@@ -135,20 +148,18 @@ class Tokenizer:
         return source if isinstance(source, str) else None
 
     @cached_property
-    def _template(self) -> Template:
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
-            raise ValueError(
-                f"messages: the tokenizer in {self._directory} has no chat template; give a prompt"
-            )
-        return _compile_template(self.chat_template)
+            raise ValueError("messages: the tokenizer has no chat template; give a prompt")
+        from hybridserve.chat_template import ChatTemplate  # with Jinja, which only a chat needs
+
+        return ChatTemplate(self.chat_template)
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation. Raises ValueError for messages that the template refuses.
 
         The content of an assistant's message may be None, where it called a tool and said nothing.
         """
-        import jinja2
-
         said: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
@@ -158,16 +169,13 @@ class Tokenizer:
             said.append(dict(message) | {"content": "" if message["content"] is None else message["content"]})
         if not said:
             raise ValueError("messages: a conversation needs at least one message")
-        try:
-            return self._template.render(
-                **self.special_tokens,
-                messages=said,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"messages: the chat template refuses them: {error}") from None
+        return self._template.render(
+            said,
+            **self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+        )
 
     def chat_ids(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of a conversation. The template writes all special tokens, so none is added to them."""
@@ -297,40 +305,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: is not a JSON object")
     return content
-
-
-def _compile_template(source: str) -> Template:
-    """Compiles with the settings, functions and tags that chat templates are written for."""
-    import datetime
-
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationTag(Extension):
-        """`{% generation %}` marks, for training, what the assistant wrote; here its body alone counts."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(style: str) -> str:
-        return datetime.datetime.now().strftime(style)
-
-    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template is not valid: {error}") from None

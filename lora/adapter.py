@@ -8,7 +8,7 @@ content. Knows the names and sizes of a model's modules; which rank holds which 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from hybridserve.lora.loader import no_pause
 from hybridserve.lora.peft_config import CONFIG_FILE, PeftConfig, Scaling
 from hybridserve.lora.peft_format import sort_out
+from hybridserve.lora.report import LoadReport
 from hybridserve.lora.tensor_file import DTYPES, TensorFile, shown
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 COPY_ROWS = 1024
 UNUSED_COPY = "a copy of the base model's weight"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
+UNREAD_PICKLE = f"never read: such files can run code. What counts is {WEIGHTS_FILE}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,23 +47,6 @@ class ModuleDelta:
     @property
     def rank(self) -> int:
         return self.A.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What became of an adapter's tensors."""
-
-    applied: Mapping[str, int]
-    """Module -> bytes. Tensors that several experts share count for the first of them. Empty for an adapter
-    that is refused: none is applied in part."""
-    unused: Mapping[str, str]
-    """Key in the file -> why nothing is lost without it."""
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Key in the file -> why it can't be applied. Empty for one that was loaded: see `AdapterError`."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.applied.values())
 
 
 class AdapterError(ValueError):
@@ -88,31 +73,42 @@ class Adapter:
     num_bytes: int
     """Of host memory."""
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether what it adds depends on the base weights (DoRA), and so whether that is a number at all."""
+        return any(delta.magnitude is not None for delta in self.deltas.values())
+
 
 def read_adapter(
     path: Path,
     modules: Mapping[str, AdaptableModule],
     *,
     max_rank: int,
+    dtype: torch.dtype = torch.float32,
     pause: Callable[[], None] = no_pause,
 ) -> Adapter:
-    """Read the adapter in directory `path` for the model that offers `modules`. `pause` is called between one
-    module and the next.
+    """Read the adapter in directory `path` for the model that offers `modules` and computes in `dtype`.
+    `pause` is called between one module and the next.
 
     Raises ValueError, naming file, tensor and limit, for whatever is wrong: files that are missing, broken or
-    pickles; tensors that are not finite; ranks above `max_rank`; fields of the config that can't be served.
-    That is an AdapterError for tensors for which there is no module, of other sizes, or incomplete.
+    pickles; tensors that are not finite, or not in `dtype`; ranks above `max_rank`; fields of the config that
+    can't be served. That is an AdapterError for tensors for which there is no module, of other sizes, or
+    incomplete.
     """
     try:
         if not path.is_dir():
             raise ValueError(f"{path}: no such directory")
-        return _read(path, modules, max_rank, pause)
+        return _read(path, modules, max_rank, dtype, pause)
     except OSError as error:
         raise ValueError(f"{error.filename or path}: {error.strerror}") from None
 
 
 def _read(
-    path: Path, modules: Mapping[str, AdaptableModule], max_rank: int, pause: Callable[[], None]
+    path: Path,
+    modules: Mapping[str, AdaptableModule],
+    max_rank: int,
+    dtype: torch.dtype,
+    pause: Callable[[], None],
 ) -> Adapter:
     config = PeftConfig.load(path)
     tokens = tuple(config.alora_invocation_tokens or ())
@@ -135,9 +131,13 @@ def _read(
         deltas: dict[str, ModuleDelta] = {}
         for name, tensors in sorted(contents.tensors.items()):
             content.update(f"{name} {scales[name].hex()}".encode())
-            deltas.update(_split(tensors, _load(file, tensors, content), scales[name]))
+            loaded = _load(file, tensors, content)
+            _check_range(file.path, tensors, loaded, scales[name], dtype)
+            deltas.update(_split(tensors, loaded, scales[name]))
             pause()
-    report = LoadReport(_own_bytes(deltas), dict.fromkeys(contents.copies, UNUSED_COPY))
+    unused = dict.fromkeys(contents.copies, UNUSED_COPY)
+    unused |= {name: UNREAD_PICKLE for name in PICKLES if (path / name).exists()}
+    report = LoadReport(_own_bytes(deltas), unused)
     highest = max(tensors.rank for tensors in contents.tensors.values())
     return Adapter(content.hexdigest(), path, deltas, highest, tokens, report, report.num_bytes)
 
@@ -205,6 +205,8 @@ def _check_copy(file: TensorFile, key: str, module: AdaptableModule) -> None:
     """
     embedding = module.kind == "embedding"
     base = module.base().T if embedding else module.base()
+    if base.is_meta:  # another rank's
+        return
     parts = [module.inputs] if embedding else [part.source for part in module.outputs]
     columns = slice(None) if embedding else module.inputs
     end = 0
@@ -232,6 +234,27 @@ def _load(file: TensorFile, tensors: AdapterTensors, content: Hash) -> dict[Role
         content.update(memoryview(tensor.view(torch.uint8).numpy()))  # type: ignore[arg-type]
         loaded[role] = tensor
     return loaded
+
+
+def _check_range(
+    file: Path,
+    tensors: AdapterTensors,
+    loaded: Mapping[Role, torch.Tensor],
+    scale: float,
+    dtype: torch.dtype,
+) -> None:
+    """Whether finite values stay so where they are computed with: A and B in the model's dtype, the others in
+    float32."""
+    for role, tensor in loaded.items():
+        target = dtype if role in ("A", "B") else torch.float32
+        if torch.finfo(tensor.dtype).max <= torch.finfo(target).max and role != "bias":
+            continue
+        values = tensor.to(target)
+        if not (values * scale if role == "bias" else values).isfinite().all():
+            largest = tensor.abs().max().item()
+            raise ValueError(
+                f"{file}: {shown(tensors.keys[role])} holds {largest:.4g}, which is too large for {target}"
+            )
 
 
 def _split(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from hybridserve.lora.adapter import LoadReport
+    from hybridserve.lora.report import LoadReport
 
 Row = tuple[str, str]
 

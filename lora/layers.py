@@ -57,10 +57,24 @@ def remove(slot: int, tables: Iterable[LoraTable]) -> None:
 
 
 def device_bytes(adapter: Adapter, modules: Mapping[str, AdaptableModule], dtype: torch.dtype) -> int:
-    """What `place_adapter` will allocate, by the adapter's true ranks and modules."""
-    space = _Space()
-    _plan(adapter, modules, dtype, space)
-    return space.num_bytes
+    """What `place_adapter` will allocate, by the adapter's true ranks and modules: of the ranks whose modules
+    these are, on the one where it is most."""
+    homes: dict[tuple[int, int | None], dict[str, AdaptableModule]] = {}
+    for name, module in modules.items():
+        homes.setdefault((module.stage, module.rank), {})[name] = module
+    sizes = {}
+    for home, offered in homes.items():
+        space = _Space()
+        _plan(adapter, offered, dtype, space)
+        sizes[home] = space.num_bytes
+    on_every_rank = {stage: size for (stage, rank), size in sizes.items() if rank is None}
+    return max(
+        (
+            size if rank is None else on_every_rank.get(stage, 0) + size
+            for (stage, rank), size in sizes.items()
+        ),
+        default=0,
+    )
 
 
 def place_adapter(
@@ -71,22 +85,17 @@ def place_adapter(
     tp: TPGroup,
     pause: Callable[[], None] = no_pause,
 ) -> PlacedAdapter:
-    """This rank's part of an adapter in the model's dtype, in memory of its own. `pause` is called between
-    one pair and the next.
+    """This rank's part of an adapter in the model's dtype, in memory of its own: of the modules that it has,
+    for other ranks may have other layers or other experts. `pause` is called between one pair and the next.
 
     DoRA's factor goes into B and into the pairs' gain; for it the ranks of a group meet in one collective.
 
-    Raises ValueError if a value of the adapter is too large for the dtype.
+    Raises ValueError, naming the module, for what `check_adapter` would have refused.
     """
     space = _Space()
     planned = _plan(adapter, modules, dtype, space)
-    factors = _dora_factors(adapter, modules, device, tp)
     host = space.allocate(pin_memory=device.type == "cuda")
-    for pair in planned:
-        pair.fill(host, factors)
-        pause()
-    if not all(buffer.isfinite().all() for buffer in host.values()):
-        raise ValueError(f"{adapter.path}: values of the adapter are too large for {dtype}")
+    _fill(adapter, planned, host, _dora_factors(adapter, modules, device, tp), pause)
     buffers = {kind: buffer.to(device) for kind, buffer in host.items()}
     places: dict[tuple[int, int], tuple[LoraTable, list[LoraPair]]] = {}
     for pair in planned:
@@ -94,6 +103,40 @@ def place_adapter(
         places.setdefault((id(table), group), (table, []))[1].append(pair.build(buffers))
     pairs = [(table, group, tuple(found)) for (_, group), (table, found) in places.items()]
     return PlacedAdapter(adapter.identity, pairs, space.num_bytes, tuple(buffers.values()))
+
+
+def check_adapter(
+    adapter: Adapter,
+    modules: Mapping[str, AdaptableModule],
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TPGroup,
+    pause: Callable[[], None] = no_pause,
+) -> None:
+    """Do what `place_adapter` does, on the host alone, and throw the result away.
+
+    Raises ValueError, naming the module, for DoRA where a row of the adapted weight is zero, and for values
+    that are too large for the dtype.
+    """
+    space = _Space()
+    planned = _plan(adapter, modules, dtype, space)
+    factors = _dora_factors(adapter, modules, device, tp)
+    _fill(adapter, planned, space.allocate(pin_memory=False), factors, pause)
+
+
+def _fill(
+    adapter: Adapter,
+    planned: Iterable[_PlannedPair],
+    host: Mapping[torch.dtype, torch.Tensor],
+    factors: Mapping[str, Sequence[torch.Tensor]],
+    pause: Callable[[], None],
+) -> None:
+    for pair in planned:
+        pair.fill(host, factors)
+        if not all(region.of(host).isfinite().all() for region in pair.regions):
+            name = pair.pieces[0].module.name
+            raise ValueError(f"{adapter.path}: what it adds to {name} is too large for {pair.A.dtype}")
+        pause()
 
 
 class _Region(NamedTuple):
@@ -177,6 +220,10 @@ class _PlannedPair:
     bias: _Region | None
     gain: _Region | None
 
+    @property
+    def regions(self) -> list[_Region]:
+        return [region for region in (self.A, self.B, self.bias, self.gain) if region is not None]
+
     def fill(
         self, host: Mapping[torch.dtype, torch.Tensor], factors: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
@@ -210,6 +257,8 @@ def _plan(
     """The pairs of an adapter, those of one place in the order of their columns."""
     places: dict[tuple[int, int], list[_Piece]] = {}
     for name, delta in sorted(adapter.deltas.items()):
+        if name not in modules:
+            continue
         module = modules[name]
         pieces = [_Piece(module, delta, part) for part in range(len(module.outputs))]
         places.setdefault((id(module.table), module.group), []).extend(pieces)
@@ -254,11 +303,11 @@ def _dora_factors(
     """g = magnitude / |W + scale B A|, the norm over a row of the whole model (arXiv 2402.09353, section 4).
 
     By module, for each of its `outputs`: [rows] float32 on the host. Where the inputs are cut, the squares
-    are summed over the ranks.
+    are summed over the ranks. ValueError for a norm of zero: peft would compute NaN.
     """
     squares: dict[str, torch.Tensor] = {}
     for name, delta in sorted(adapter.deltas.items()):
-        if delta.magnitude is not None:
+        if delta.magnitude is not None and name in modules:
             squares[name] = _row_squares(modules[name], delta, device)
     cut = [name for name in squares if modules[name].partial]
     if cut:
@@ -271,7 +320,17 @@ def _dora_factors(
         assert magnitude is not None
         rows = [part.source for part in modules[name].outputs]
         norms = torch.split_with_sizes(values.sqrt().cpu(), [part.stop - part.start for part in rows])
-        factors[name] = [magnitude[part].float() / norm for part, norm in zip(rows, norms, strict=True)]
+        for part, norm in zip(rows, norms, strict=True):
+            factor = magnitude[part].float() / norm
+            wrong = (~factor.isfinite() | ~norm.isfinite()).nonzero()
+            if len(wrong):
+                row = int(wrong[0])
+                raise ValueError(
+                    f"{adapter.path}: lora_magnitude_vector of {name}: with the adapter, row "
+                    f"{part.start + row} of the weight has the norm {norm[row].item():g}, so it can't be "
+                    "scaled to a magnitude"
+                )
+            factors.setdefault(name, []).append(factor)
     return factors
 
 

@@ -14,14 +14,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, Union
 
 T = TypeVar("T")
 
 Outcome = Union[T, Exception]  # noqa: UP007 - a generic alias
 """What `work` returned, or what it raised."""
-
-_Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 NICENESS = 5
 """Of the thread, where the system has such a thing for threads: a step in progress goes before a load."""
@@ -37,25 +36,32 @@ def no_pause() -> None:
     """For work that nobody's steps run beside."""
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    work: Callable[[], Any] | None
+    """None when it is done: nothing that it holds is kept alive for longer than it takes."""
+    then: Callable[[Any], None]
+    outcome: Any = None
+
+
 class Loader:
     """Runs one piece of work at a time, in the order in which they came."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._done: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._news = threading.Event()
+        self._pending: deque[_Job] = deque()
+        # Wakes who waits. Unlike a threading.Event it can't be left locked by a thread that is interrupted.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_pending = 0
         self._closed = False
         self._resumed = 0.0
-        self.steps_run = False
-        """Whether there are steps that work should leave time to; set by the engine's thread."""
+        self._busy_until = 0.0
 
     @property
     def num_pending(self) -> int:
         """Pieces of work that were submitted and whose `then` has not run."""
-        return self._num_pending
+        return len(self._pending)
 
     def submit(self, work: Callable[[], T], then: Callable[[Outcome[T]], None]) -> None:
         """Run `work` on the loader's thread, then `then` with its outcome on the thread that calls `poll`."""
@@ -63,35 +69,41 @@ class Loader:
             raise RuntimeError("the loader of adapters has been closed")
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_serve, args=(self._jobs, self._done, self._news), name=self._name, daemon=True
+                target=_serve, args=(self._jobs, self._news), name=self._name, daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
-        self._num_pending += 1
-        self._jobs.put((work, then))
+        job = _Job(work, then)
+        self._jobs.put(job)
+        self._pending.append(job)
+
+    def leave_time(self, seconds: float) -> None:
+        """From now on steps run, for so long; 0: they don't."""
+        self._busy_until = time.monotonic() + seconds
 
     def pause(self) -> None:
         """Called by `work`, on the loader's thread, between short pieces: leaves time to steps if any run."""
-        if self.steps_run and self._resumed:
+        if self._resumed and time.monotonic() < self._busy_until:
             worked = time.thread_time() - self._resumed
             time.sleep(max(0.0, min(LEISURE * worked, MAX_PAUSE)))
         self._resumed = time.thread_time()
 
     def poll(self) -> None:
         """Run `then` of all work that is done. One that raises, or is interrupted, runs again next time."""
-        if not self._num_pending:
+        if not self._pending:
             return
-        self._news.clear()
-        while self._done:
-            then, outcome = self._done[0]
-            then(outcome)
-            self._done.popleft()
-            self._num_pending -= 1
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._news.get_nowait()
+        while self._pending and (job := self._pending[0]).work is None:
+            job.then(job.outcome)
+            self._pending.popleft()
 
     def wait(self, timeout: float) -> None:
         """Return when `poll` would have something to do, or after `timeout` seconds."""
-        if self._num_pending and not self._done:
-            self._news.wait(timeout)
+        if self._pending and self._pending[0].work is not None:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=timeout)
 
     def close(self) -> None:
         """End the thread after the work in hand; what has not been started, and all outcomes, are dropped."""
@@ -104,26 +116,24 @@ class Loader:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._done.clear()
-        self._num_pending = 0
+        self._pending.clear()
 
 
 def _serve(
     jobs: queue.SimpleQueue[_Job | None],
-    done: deque[tuple[Callable[[Any], None], Any]],
-    news: threading.Event,
+    news: queue.SimpleQueue[None],
 ) -> None:
     """The thread. It holds no reference to its loader, so that a forgotten one can be collected."""
     with contextlib.suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     while (job := jobs.get()) is not None:
-        work, then = job
+        assert job.work is not None
         try:
-            outcome = work()
+            job.outcome = job.work()
         except Exception as error:
-            outcome = error
+            job.outcome = error
         except BaseException as error:  # a thread that ended here would leave its engine waiting for ever
-            outcome = RuntimeError(f"loading was broken off: {type(error).__name__}")
-        done.append((then, outcome))
-        news.set()
-        del job, work, then, outcome  # nothing is kept alive while waiting
+            job.outcome = RuntimeError(f"loading was broken off: {type(error).__name__}")
+        job.work = None  # now it is done
+        news.put(None)
+        del job  # nothing is kept alive while waiting

@@ -33,6 +33,7 @@ ENDINGS: dict[str, tuple[Role, bool]] = {
 """How a key ends -> the tensor's role, and whether only an embedding has it."""
 MAX_LISTED = 5
 BASE_COPY = ".base_layer.weight"
+NO_MODULE = "this model has no such module"
 UPRIGHT_SINCE = (0, 19, 1)
 """Before this version peft took the first axis of an expert's weight for its inputs, whatever it was."""
 NESTED = ".base_layer"
@@ -164,9 +165,12 @@ def _sort_out_copy(
 ) -> None:
     """A key that is no low-rank tensor: peft saves adapted embeddings with a copy of the base model's."""
     name = key.removeprefix(PREFIX)
-    module = modules.get(name.removesuffix(BASE_COPY)) if name.endswith(BASE_COPY) else None
-    if module is None:
+    if not name.endswith(BASE_COPY):
         contents.refuse(_why_no_role(name), key)
+        return
+    module = modules.get(name.removesuffix(BASE_COPY))
+    if module is None:
+        contents.refuse(NO_MODULE, key)
         return
     size = (module.out_features, module.in_features)
     expected = size[::-1] if module.kind == "embedding" else size
@@ -179,15 +183,17 @@ def _sort_out_copy(
 def _sort_out_module(
     contents: Contents, module: AdaptableModule, keys: Mapping[Role, str], entries: Mapping[str, Entry]
 ) -> None:
-    rank = (*entries[keys["A"]].shape, 0)[0]
+    A, B = entries[keys["A"]].shape, entries[keys["B"]].shape
+    # one of the two that is no matrix says nothing of the other
+    rank = A[0] if len(A) == 2 else B[1] if len(B) == 2 else None
     out, inputs = module.out_features, module.in_features
-    shapes: dict[Role, tuple[int, ...]] = {
-        "A": (rank, inputs),
-        "B": (out, rank),
+    shapes: dict[Role, tuple[int | str, ...]] = {
+        "A": ("r" if rank is None else rank, inputs),
+        "B": (out, "r" if rank is None else rank),
         "bias": (out,),
         "magnitude": (out,),
     }
-    if _check_shapes(contents, keys, entries, shapes):
+    if _check_shapes(contents, keys, entries, shapes) and rank is not None:
         contents.tensors[module.name] = AdapterTensors(module.name, keys, rank)
 
 
@@ -241,7 +247,7 @@ def _check_shapes(
     contents: Contents,
     keys: Mapping[Role, str],
     entries: Mapping[str, Entry],
-    shapes: Mapping[Role, tuple[int, ...]],
+    shapes: Mapping[Role, tuple[int | str, ...]],
 ) -> bool:
     wrong = [role for role, key in keys.items() if entries[key].shape != shapes[role]]
     for role in wrong:
@@ -264,7 +270,7 @@ def _why_not(name: str, parents: Collection[str]) -> str:
         return "convolutions are not adapted: training leaves the adapter out of the forward pass"
     if name in parents:
         return "the module has no weight of its own that can be adapted (such are A_log and D)"
-    return "this model has no such module"
+    return NO_MODULE
 
 
 def _why_no_role(name: str) -> str:
@@ -277,5 +283,5 @@ def _why_no_role(name: str) -> str:
     return "not a tensor of LoRA that is known here"
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return shown(list(shape))
+def _shape(shape: tuple[int | str, ...]) -> str:
+    return shown(list(shape)).replace("'", "")

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from hybridserve.layers.lora import AdaptableModule
-    from hybridserve.lora.adapter import Adapter, LoadReport
+    from hybridserve.lora.adapter import Adapter
     from hybridserve.lora.loader import Outcome
+    from hybridserve.lora.report import LoadReport
 
 T = TypeVar("T")
 
@@ -116,8 +117,15 @@ class AdapterStore:
     """All adapters of an engine, for a model that offers `modules`.
 
     A name leads to the version that it has now; a version lives as long as a name or a sequence refers to it.
-    `forget` is told the identity of each version that dies.
+    `check` is asked, on the loader's thread, about what only the base model's weights tell of a new one:
+    ValueError refuses it.
+
+    forget: is told the identity of each version that dies.
+    is_pinned: whether a version is kept on the device.
     """
+
+    forget: Callable[[str], None]
+    is_pinned: Callable[[str], bool]
 
     def __init__(
         self,
@@ -130,13 +138,15 @@ class AdapterStore:
         roots: Sequence[Path] = (),
         allow_runtime_loading: bool = False,
         reserved_names: Collection[str] = (),
-        forget: Callable[[str], None] = lambda identity: None,
+        check: Callable[[Adapter], None] = lambda adapter: None,
     ) -> None:
         self.counters = StoreCounters()
         self.host = HostTier(host_bytes)
         self.loader = Loader("hybridserve-adapters")
         self.versions: dict[str, Version] = {}
-        self.forget = forget
+        self.forget = lambda identity: None
+        self.is_pinned = lambda identity: False
+        self._check = check
         self._modules = modules
         self._dtype = dtype
         self._max_rank = max_rank
@@ -145,7 +155,7 @@ class AdapterStore:
         self._allow_runtime_loading = allow_runtime_loading
         self._reserved = frozenset(reserved_names)
         self._names: dict[str, Version] = {}
-        self._num_registering = 0
+        self._registrations: list[Future[Version]] = []
 
     # ---- names
 
@@ -172,7 +182,7 @@ class AdapterStore:
         try:
             check_name(name, self._reserved)
             source = AdapterSource(path)
-            self._take(name, source, self._read(source))
+            self._take(name, source, self._read_new(source))
         except ValueError as error:
             raise _prefixed(f"lora.adapters.{name}", error) from None
 
@@ -180,13 +190,15 @@ class AdapterStore:
         """Read an adapter off the engine's thread, and give it the name when `loader.poll` brings it.
 
         A name that is in use is given the new content then: sequences that run stay with the old one. Raises
-        ValueError for what can be refused at once; the future raises it for a bad adapter.
+        ValueError for what can be refused at once; the future raises it for a bad adapter. A future that is
+        cancelled before it is done changes nothing.
         """
         self._check_runtime_loading("load_adapter")
         check_name(name, self._reserved)
         source = runtime_source(path, self._roots)
-        if self._num_registering >= MAX_PENDING_REGISTRATIONS:
-            raise ValueError(f"adapter: {self._num_registering} are being loaded; try again later")
+        self._registrations = [one for one in self._registrations if not one.done()]
+        if len(self._registrations) >= MAX_PENDING_REGISTRATIONS:
+            raise ValueError(f"adapter: {len(self._registrations)} are being loaded; try again later")
         future: Future[Version] = Future()
 
         def then(outcome: Outcome[Adapter]) -> None:
@@ -202,10 +214,9 @@ class AdapterStore:
                 future.set_exception(error)
             else:
                 future.set_result(version)
-            self._num_registering -= 1
 
-        self._num_registering += 1
-        self.loader.submit(lambda: self._read(source), then)
+        self.loader.submit(lambda: self._read_new(source), then)
+        self._registrations.append(future)
         return future
 
     def remove(self, name: str) -> Version:
@@ -231,7 +242,9 @@ class AdapterStore:
             )
         if name not in self._names and len(self._names) >= MAX_NAMES:
             raise ValueError(f"{len(self._names)} adapters are loaded, which is the most that may be")
-        version = self.versions.get(adapter.identity)
+        version, old = self.versions.get(adapter.identity), self._names.get(name)
+        if old is not None and old is not version and len(old.names) == 1 and self.is_pinned(old.identity):
+            raise ValueError(f"{name!r} is pinned, and with other content would not be: unpin_adapter first")
         if version is None:
             version = self.versions[adapter.identity] = Version(
                 identity=adapter.identity,
@@ -243,9 +256,9 @@ class AdapterStore:
                 invocation_tokens=adapter.invocation_tokens,
                 report=adapter.report,
             )
-        version.name, version.source = name, source  # the same content, where it was seen last
+        # the same content, where it was seen last
+        version.name, version.source, version.report = name, source, adapter.report
         version.names.add(name)
-        old = self._names.get(name)
         self._names[name] = version
         self.host.unpin(version.identity)
         if adapter.identity not in self.host:
@@ -325,8 +338,20 @@ class AdapterStore:
 
     def _read(self, source: AdapterSource) -> Adapter:
         source.check()
-        adapter = read_adapter(source.path, self._modules, max_rank=self._max_rank, pause=self.loader.pause)
+        adapter = read_adapter(
+            source.path,
+            self._modules,
+            max_rank=self._max_rank,
+            dtype=self._dtype,
+            pause=self.loader.pause,
+        )
         source.check()
+        return adapter
+
+    def _read_new(self, source: AdapterSource) -> Adapter:
+        adapter = self._read(source)
+        if adapter.needs_base:
+            self._check(adapter)
         return adapter
 
     def _read_again(self, source: AdapterSource, identity: str) -> Adapter:

@@ -107,6 +107,7 @@ class BnbNf4Format(BnbFormat):
 
     name: ClassVar[str] = "bnb-nf4"
     code_dtype: ClassVar[torch.dtype] = torch.uint8
+    inputs_together: ClassVar[int] = BLOCK
 
     @classmethod
     def quantize_rows(cls, weight: torch.Tensor) -> ScaledWeight:

@@ -183,7 +183,7 @@ def join(codes: torch.Tensor, scale: torch.Tensor, scale_name: str) -> ScaledWei
         raise WeightError(
             f"has scales {shape} in {scale_name!r}: only one a row, or one in all, are supported"
         )
-    if not (scales.isfinite() & (scales > 0)).all():
+    if not scales.is_meta and not (scales.isfinite() & (scales > 0)).all():
         raise WeightError(f"has scales in {scale_name!r} that are NaN, infinite, zero or negative")
     return ScaledWeight(codes, scales)
 

@@ -46,6 +46,8 @@ class WeightFormat(ABC):
     """Create, load, finish, apply. `finish` is called once, when everything has been loaded."""
 
     name: ClassVar[str]
+    inputs_together: ClassVar[int] = 1
+    """Inputs of a row that share a scale: ranks divide a row between them, never within."""
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

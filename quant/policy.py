@@ -86,13 +86,14 @@ class FormatPolicy:
         whole = self.quantization.selects(name, "experts") and not self.quantization.stored
         return self._choose(names, [whole or self.quantization.selects(each, "experts") for each in names])
 
-    def check_targets(self, tensors: Iterable[str]) -> None:
-        """ValueError for a target that names nothing which can be quantized; `tensors` are all of the
-        checkpoint's. To be called when the model is built. What others wrote into a checkpoint may name
-        anything."""
+    def check_targets(self, names: Iterable[str], tensors: Iterable[str]) -> None:
+        """ValueError for a target that names nothing which can be quantized. To be called when the model is
+        built: `names` are those that its layers, of all stages, have asked for, `tensors` all of the
+        checkpoint's. What others wrote into a checkpoint may name anything."""
         if self.quantization.stored:
             return
-        modules = {module for name in self.formats for module in (name, *_parents_of_experts(name))}
+        names = list(names)
+        modules = {module for name in names for module in (name, *_parents_of_experts(name))}
         for target in self.quantization.targets:
             if target in GROUPS or any(_names(target, name) for name in modules):
                 continue
@@ -102,7 +103,7 @@ class FormatPolicy:
                     f"quantization.targets: {target!r} is never quantized: embeddings (and a head tied to "
                     "them), norms, convolutions and the parameters of recurrences stay as they are"
                 )
-            kinds = sorted({name.rpartition(".")[2] for name in self.formats})
+            kinds = sorted({name.rpartition(".")[2] for name in names})
             raise ValueError(
                 f"quantization.targets: {target!r} names no module of this model; groups are "
                 f"{', '.join(GROUPS)}, modules such as {', '.join(kinds)}"

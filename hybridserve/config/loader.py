@@ -62,7 +62,9 @@ def _leaves(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldI
 
 @cache
 def _sections() -> frozenset[str]:
-    return frozenset(key.rpartition(".")[0] for key in config_keys()) - {""}
+    """Dotted names of everything that holds keys, at any depth."""
+    parts = [key.split(".") for key in config_keys()]
+    return frozenset(".".join(part[:depth]) for part in parts for depth in range(1, len(part)))
 
 
 def load_config(
@@ -114,23 +116,31 @@ def _unknown(name: str, value: object, origin: str) -> ConfigError:
         names = dict.fromkeys(key.partition(".")[0] for key in valid)
         of_section = f" of {section}" if is_section else ""
         hint = f"valid keys{of_section} are {', '.join(names)}; see hybridserve generate --help"
-    return ConfigError(f"{origin}: unknown key {name!r} (value {_show(value)}); {hint}")
+    return ConfigError(f"{origin}: unknown key {name!r} (value {_show(value, name)}); {hint}")
 
 
 def _flatten(
-    key: str, value: object, origin: str, origin_of: Callable[[object], str] | None = None
+    key: str, value: object, origin: str, origin_of: Callable[[object, object], str] | None = None
 ) -> Iterator[_Setting]:
-    """The settings that a key's value holds: itself, or those of a section, each of its own origin."""
+    """The settings that a key's value holds: itself, or those of a section, each of its own origin.
+
+    `origin_of` tells it of a section's value and a name in it.
+    """
     if key not in _sections():
         yield _Setting(key, value, origin)
         return
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{_place(origin, key)}: {_show(value)} is not a set of keys")
+        raise ConfigError(f"{_place(origin, key)}: {_show(value, key)} is not a set of keys")
     for name, inner in value.items():
-        where = origin_of(name) if origin_of else origin
-        if f"{key}.{name}" not in config_keys():
-            raise _unknown(f"{key}.{name}", inner, where)
-        yield _Setting(f"{key}.{name}", inner, where)
+        where = origin_of(value, name) if origin_of else origin
+        full = f"{key}.{name}"
+        if full in _sections():
+            if inner is not None:  # all that stood under it may be commented out
+                yield from _flatten(full, inner, where, origin_of)
+        elif full in config_keys():
+            yield _Setting(full, inner, where)
+        else:
+            raise _unknown(full, inner, where)
 
 
 def _place(origin: str, key: str) -> str:
@@ -142,8 +152,10 @@ def _validate(settings: list[_Setting]) -> EngineConfig:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in settings:
-        section, _, name = setting.key.rpartition(".")
-        home = values.setdefault(section, {}) if section else values
+        *sections, name = setting.key.split(".")
+        home = values
+        for section in sections:
+            home = home.setdefault(section, {})
         home[name] = (
             _typed(setting.key, setting.value.text) if isinstance(setting.value, TextValue) else setting.value
         )
@@ -159,7 +171,7 @@ def _validate(settings: list[_Setting]) -> EngineConfig:
                 name, _, reason = reason.partition(": ")
             else:
                 name = ".".join(str(part) for part in problem["loc"][:3])
-                reason = f"{_show(problem['input'])}: {reason}"
+                reason = f"{_show(problem['input'], name)}: {reason}"
             ends = [len(name), *(match.start() for match in re.finditer(r"\.", name))]
             key = max((name[:end] for end in ends if name[:end] in origins), key=len)
             shown = name if key == _ADAPTERS else key
@@ -211,7 +223,7 @@ def _from_file(path: Path) -> Iterator[_Setting]:
             raise _unknown(str(name), value, where)
         if value is None and name in _sections():  # all that stood under it may be commented out
             continue
-        for setting in _flatten(str(name), value, where, partial(_line, path, value)):
+        for setting in _flatten(str(name), value, where, partial(_line, path)):
             expanded = _expand(_plain(setting.value), setting.key, setting.origin)
             if setting.key in _DIRECTORIES:
                 expanded = _anchored(expanded, setting.key, path.parent.absolute())
@@ -246,7 +258,9 @@ def _expand(value: object, key: str, origin: str) -> object:
 
     def variable(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            raise ConfigError(f"{origin}: {key}: {value!r}: the environment variable {match[1]} is not set")
+            raise ConfigError(
+                f"{origin}: {key}: {_show(value, key)}: the environment variable {match[1]} is not set"
+            )
         return os.environ[match[1]]
 
     def within(inner: object) -> object:
@@ -284,6 +298,9 @@ def _anchored(value: object, key: str, folder: Path) -> object:
     return tuple(map(absolute, parsed)) if isinstance(parsed, tuple) else parsed
 
 
-def _show(value: object) -> str:
+def _show(value: object, key: str) -> str:
+    """A value in a message, but for the keys of clients, wherever they were put."""
     text = repr(value.text if isinstance(value, TextValue) else value)
+    if key == "server" or "key" in key.lower() or "key" in text.lower():
+        return "not shown"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -11,7 +11,15 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    model_validator,
+)
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -73,7 +81,35 @@ def _adapter_name(name: str) -> str:
     return name
 
 
+def _one_interface(interface: str) -> str:
+    if interface in ("0.0.0.0", "::", "*"):
+        raise ValueError("must be one address or interface, for ranks trust whoever reaches them there")
+    return interface
+
+
+def _key(secret: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[\x21-\x7e]+", secret.get_secret_value()):
+        raise ValueError("a key is printable ASCII without spaces, and not empty")
+    return secret
+
+
+def _origin(origin: str) -> str:
+    if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+        raise ValueError("an origin is http://host[:port] or https://host[:port], or * for any")
+    return origin.lower()
+
+
+def _host_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", name):
+        raise ValueError("a host is a name or an address without a port; IPv6 in brackets")
+    return name.lower()
+
+
 Text = Annotated[str, Field(min_length=1)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
+Keys = Annotated[tuple[Key, ...], BeforeValidator(parse_list)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(parse_list)]
+HostNames = Annotated[tuple[Annotated[str, AfterValidator(_host_name)], ...], BeforeValidator(parse_list)]
 AdapterName = Annotated[str, AfterValidator(_adapter_name)]
 Adapters = Annotated[dict[AdapterName, Text], BeforeValidator(parse_pairs)]
 Directories = Annotated[tuple[Text, ...], BeforeValidator(parse_list)]
@@ -85,6 +121,9 @@ AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "native", "torch_native", "reference"]
 GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "torch_native", "reference"]
 MoEName = Literal["auto", "exact", "native", "native_exact", "torch_native", "reference"]
+
+
+HardwareName = Literal["auto", "h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "l40s", "cpu"]
 
 
 class _Section(BaseModel):
@@ -132,6 +171,36 @@ class QuantizationConfig(_Section):
         description="what is quantized: experts, mlp (experts and dense MLP), all (if null: projections of "
         "mixers, too), or names of modules",
     )
+
+
+class ParallelConfig(_Section):
+    """Ranks: processes, a device each, that answer as one engine."""
+
+    tensor: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="ranks among which every layer is divided"
+    )
+    pipeline: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="stages, each with some of the layers; ranks in all: tensor x pipeline"
+    )
+    expert: bool = Field(
+        default=False, description="divide the experts of a layer among ranks, not each expert"
+    )
+    executor: Literal["auto", "local", "mp", "torchrun", "ray"] = Field(
+        default="auto",
+        description="what starts the ranks; auto: local for one, torchrun under torchrun, else mp",
+    )
+    step_timeout: float = Field(
+        default=120.0, gt=0, le=86400, description="seconds after which a rank counts as hanging in a step"
+    )
+    interface: Annotated[str, Field(min_length=1), AfterValidator(_one_interface)] = Field(
+        default="127.0.0.1",
+        description="where ranks meet: an address of this machine, or (several machines) a network "
+        "interface's name such as eth0",
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
 
 
 class LoraConfig(_Section):
@@ -183,6 +252,59 @@ class KernelsConfig(_Section):
     lora: BackendName = Field(default="auto", description="backend of adapters")
 
 
+class LimitsConfig(_Section):
+    """What one HTTP request may ask for."""
+
+    body_bytes: Size = Field(default=16 * 2**20, description="a request's body, at most")
+    header_bytes: Annotated[Size, Field(ge=1024)] = Field(
+        default=32 * 2**10, description="a request's line and headers, at most"
+    )
+    n: Annotated[int, Field(ge=1, le=128)] = Field(
+        default=128, description="continuations of a prompt, at most"
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] = Field(
+        default=20, description="most likely tokens reported a position, at most"
+    )
+    stop: Annotated[int, Field(ge=1, le=4096)] = Field(default=16, description="stop strings, at most")
+    stop_bytes: Size = Field(default=256, description="a stop string's length in UTF-8, at most")
+
+
+class ServerConfig(_Section):
+    """HTTP. Without keys it serves this machine alone."""
+
+    host: Text = Field(default="127.0.0.1", description="address to listen at")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=8000, description="port to listen at; 0 takes a free one"
+    )
+    api_keys: Keys = Field(default=(), description="keys of users; without any, none is asked for")
+    admin_keys: Keys = Field(default=(), description="keys of those who may also load and unload adapters")
+    insecure: bool = Field(
+        default=False, description="listen beyond this machine though there are no api_keys"
+    )
+    cors_origins: Origins = Field(
+        default=(), description="origins whose pages may call the server: https://host[:port], or *"
+    )
+    allowed_hosts: HostNames = Field(
+        default=(),
+        description="names that the Host header may have; if none: this machine's own on a loopback address, "
+        "else any",
+    )
+    max_queue: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=1024,
+        description="sequences accepted beyond scheduler.max_num_seqs, at most; more are told to come later",
+    )
+    request_timeout: Annotated[float, Field(gt=0, le=10**6)] | None = Field(
+        default=None, description="seconds after which a request is given up; null: never"
+    )
+    drain_seconds: Annotated[float, Field(ge=0, le=10**6)] = Field(
+        default=30.0, description="time that running requests have to finish after SIGTERM"
+    )
+    heartbeat_seconds: Annotated[float, Field(gt=0, le=10**6)] = Field(
+        default=10.0, description="silence of the engine after which it counts as hanging"
+    )
+    limits: LimitsConfig = Field(default=LimitsConfig(), description="what one request may ask for")
+
+
 class EngineConfig(_Section):
     """All settings of an engine."""
 
@@ -190,10 +312,18 @@ class EngineConfig(_Section):
     tokenizer: str | None = Field(
         default=None, min_length=1, description="a directory with tokenizer.json; the model's if null"
     )
+    served_name: str | None = Field(
+        default=None, min_length=1, description="what clients call the model; if null, the end of its path"
+    )
     dtype: AutoDtype = Field(
         default="auto", description="of weights and activations; auto is the checkpoint's"
     )
-    device: Literal["auto", "cpu"] = Field(default="auto", description="where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where the model runs; cuda can be planned for, not run on, so far"
+    )
+    hardware: HardwareName = Field(
+        default="auto", description="what the deployment is planned for; auto is the machine at hand"
+    )
     max_model_len: Count | None = Field(
         default=None,
         description="longest sequence, prompt and output together; what the model was made for if null",
@@ -206,19 +336,27 @@ class EngineConfig(_Section):
     quantization: QuantizationConfig = Field(
         default=QuantizationConfig(), description="format of the weights, and which have it"
     )
+    parallel: ParallelConfig = Field(
+        default=ParallelConfig(), description="tensor and pipeline parallelism over several processes"
+    )
     lora: LoraConfig = Field(default=LoraConfig(), description="low-rank adapters, chosen by request")
     kernels: KernelsConfig = Field(default=KernelsConfig(), description="backend of each operator")
+    server: ServerConfig = Field(default=ServerConfig(), description="HTTP")
 
     @property
     def model_names(self) -> frozenset[str]:
         """What no adapter may be called."""
-        return frozenset({self.model, PurePath(self.model).name})
+        return frozenset({self.model, PurePath(self.model).name, self.served_name or self.model})
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """What no single key can tell. Messages begin with the key."""
         if taken := self.model_names.intersection(self.lora.adapters or ()):
             raise ValueError(f"lora.adapters.{min(taken)}: is a name of the base model")
+        if self.parallel.executor == "local" and self.parallel.num_ranks > 1:
+            raise ValueError(
+                f"parallel.executor: local is one process, tensor x pipeline are {self.parallel.num_ranks}"
+            )
         if self.lora.allow_runtime_loading and not self.lora.roots:
             raise ValueError(
                 "lora.allow_runtime_loading: True: nothing could be loaded, lora.roots names no directory"

@@ -30,6 +30,8 @@ class CacheUsage(NamedTuple):
     num_blocks: int
     num_slots: int
     num_slabs: int
+    num_block_slabs: int
+    num_slot_slabs: int
     num_usable_slabs: int
     num_bytes: int
     num_usable_bytes: int
@@ -147,6 +149,8 @@ class CacheManager:
             num_blocks=self.blocks.num_used,
             num_slots=self.slots.num_used,
             num_slabs=self.slabs.num_usable - self.slabs.num_free,
+            num_block_slabs=self.blocks.num_slabs,
+            num_slot_slabs=self.slots.num_slabs,
             num_usable_slabs=self.slabs.num_usable,
             num_bytes=self.blocks.num_used * layout.block_stride + self.slots.num_used * layout.slot_stride,
             num_usable_bytes=self.slabs.num_usable * layout.slab_bytes,

@@ -6,7 +6,7 @@ Knows bytes and shapes; does not know tensors, requests or how many units there 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class CacheLayout:
     linear in their strides: block b starts at byte `b * block_stride`, slot s at `s * slot_stride`. Slab 0,
     and so block 0 and slot 0, is never handed out (D8). A model without recurrent layers has `slots_per_slab`
     0, one without attention `blocks_per_slab` 0. Sizes are bytes of one rank.
+
+    A pipeline stage has the numbers of the whole model, which ids are about, and bytes of its own (D17): one
+    without attention has blocks of no bytes.
     """
 
     specs: tuple[CacheSpec, ...]
@@ -108,10 +111,54 @@ class CacheLayout:
         What fits in an arena fits in every larger one. `block_size` is in tokens. Raises ValueError, with the
         numbers, if the arena can't hold the null slab and one more.
         """
-        if block_size < 1:
-            raise ValueError(f"block_size: {block_size} is below 1")
-        block = sum(spec.bytes_per_token for spec in specs if isinstance(spec, PagedKVSpec)) * block_size
-        slot = sum(_state_end(spec) for spec in specs if isinstance(spec, StateSpec))
+        block, slot = _unit_bytes(specs, block_size)
+        return cls._choose(tuple(specs), block, slot, block_size, arena_bytes, num_tokens)
+
+    @classmethod
+    def build_stages(
+        cls, stages: Sequence[Sequence[CacheSpec]], block_size: int, arena_bytes: int, num_tokens: int = 0
+    ) -> tuple[CacheLayout, tuple[CacheLayout, ...]]:
+        """One cut for all stages of a pipeline, each of which has `arena_bytes`: (what the scheduler goes by,
+        each stage's own).
+
+        The first is chosen like `build`'s, for the largest block and the largest slot that any stage has, so
+        it holds as many of either as any cut could; it has the sizes of those and no specs. With one stage
+        the two are the same.
+        """
+        if len(stages) == 1:
+            layout = cls.build(stages[0], block_size, arena_bytes, num_tokens)
+            return layout, (layout,)
+        sizes = [_unit_bytes(specs, block_size) for specs in stages]
+        block, slot = (max(column) for column in zip(*sizes, strict=True))
+        whole = cls._choose((), block, slot, block_size, arena_bytes, num_tokens)
+        return whole, tuple(whole._of_stage(specs) for specs in stages)
+
+    def _of_stage(self, specs: Sequence[CacheSpec]) -> CacheLayout:
+        """The same ids over what one stage remembers: its slab is the larger of its two needs."""
+        block, slot = _unit_bytes(specs, self.block_size)
+        blocks, slots = self.blocks_per_slab if block else 0, self.slots_per_slab if slot else 0
+        slab_bytes = max(blocks * _round_up(block, ALIGNMENT), slots * _round_up(slot, ALIGNMENT))
+        slab_bytes = _round_up(slab_bytes, ALIGNMENT * math.lcm(blocks or 1, slots or 1))
+        return replace(
+            self,
+            specs=tuple(specs),
+            bytes_per_block=block,
+            bytes_per_slot=slot,
+            block_stride=slab_bytes // blocks if blocks else 0,
+            slot_stride=slab_bytes // slots if slots else 0,
+            slab_bytes=slab_bytes,
+        )
+
+    @classmethod
+    def _choose(
+        cls,
+        specs: tuple[CacheSpec, ...],
+        block: int,
+        slot: int,
+        block_size: int,
+        arena_bytes: int,
+        num_tokens: int,
+    ) -> CacheLayout:
         if not block and not slot:
             raise ValueError("cache: no layer of this model remembers anything")
         smallest = max(_round_up(block, ALIGNMENT), _round_up(slot, ALIGNMENT))
@@ -123,7 +170,7 @@ class CacheLayout:
 
         def layout(slab_bytes: int, blocks: int, slots: int) -> CacheLayout:
             return cls(
-                specs=tuple(specs),
+                specs=specs,
                 block_size=block_size,
                 bytes_per_block=block,
                 bytes_per_slot=slot,
@@ -205,6 +252,14 @@ class CacheLayout:
     @property
     def _longest(self) -> int:
         return (self.num_usable_slabs - (self.slots_per_slab > 0)) * self.blocks_per_slab * self.block_size
+
+
+def _unit_bytes(specs: Sequence[CacheSpec], block_size: int) -> tuple[int, int]:
+    """Raw bytes of a block and of a slot."""
+    if block_size < 1:
+        raise ValueError(f"block_size: {block_size} is below 1")
+    block = sum(spec.bytes_per_token for spec in specs if isinstance(spec, PagedKVSpec)) * block_size
+    return block, sum(_state_end(spec) for spec in specs if isinstance(spec, StateSpec))
 
 
 def _round_up(value: int, multiple: int) -> int:

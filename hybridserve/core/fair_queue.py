@@ -153,14 +153,12 @@ class FairQueue:
         self.shares: dict[str | None, Share] = {}
         self._idle: dict[Share, None] = {}  # without requests; longest idle first
         self._running: dict[Share, None] = {}
-        self._queued = LazyHeap[Share](attrgetter("served"))
         self._floor = 0  # no claim is better than that of the last who left, where nobody is left to compare
         self._forgotten = Share(OTHERS)
         self._lanes: dict[tuple[str | None, str | None, int, bool], Lane] = {}
         self._by_adapter: dict[str, dict[Lane, None]] = {}
-        self._turns = {Place.READY: _Turns(fair=fair), Place.UNREADY: _Turns(fair=fair)}
         self._stopped: set[str] = set()
-        self._num_queued = 0
+        self._clear_turns()
 
     def __len__(self) -> int:
         return self._num_queued
@@ -193,19 +191,27 @@ class FairQueue:
         self._idle.pop(share, None)
         share.num_requests += 1
 
-    def close(self, request: Request, *, finished: bool = True) -> None:
-        """A request that is neither queued nor running ends; not `finished`, as if it had never been."""
+    def close(self, request: Request) -> None:
+        """A request that is neither queued nor running ends."""
         share = self.shares[request.adapter]
         share.num_requests -= 1
-        share.num_finished += finished
+        share.num_finished += 1
         if not share.num_requests:
-            self._floor = max(self._floor, share.served)
-            if share.name is not None:  # the base is never forgotten
-                self._idle[share] = None
-                self._forget()
+            self._became_idle(share)
+
+    def _became_idle(self, share: Share) -> None:
+        self._floor = max(self._floor, share.served)
+        if share.name is not None:  # the base is never forgotten
+            self._idle[share] = None
+            self._forget()
 
     def add(self, request: Request) -> None:
         share = self.shares[request.adapter]
+        if not share.num_queued:
+            self._level_up(share)
+        self._queue(request, share)
+
+    def _queue(self, request: Request, share: Share) -> None:
         key = self._key(request)
         lane = self._lanes.get(key)
         if lane is None:
@@ -217,9 +223,31 @@ class FairQueue:
         self._num_queued += 1
         share.num_queued += 1
         if share.num_queued == 1:
-            self._level_up(share)
             self._queued.put(share)
         self._file(lane)
+
+    def begin_again(self, requests: Iterable[Request]) -> None:
+        """These are all requests that there are, and none runs: queue them, whatever the books say now. What
+        each share was served stays."""
+        ended = [share for share in self.shares.values() if share.num_requests]
+        for share in self.shares.values():
+            share.num_requests = share.num_running = share.num_queued = 0
+            share.lanes.clear()
+        self._running.clear()
+        self._lanes.clear()
+        self._by_adapter.clear()
+        self._clear_turns()
+        for request in requests:
+            self.open(request)
+            self._queue(request, self.shares[request.adapter])
+        for share in ended:
+            if not share.num_requests:
+                self._became_idle(share)
+
+    def _clear_turns(self) -> None:
+        self._queued = LazyHeap[Share](attrgetter("served"))
+        self._turns = {place: _Turns(fair=self.fair) for place in (Place.READY, Place.UNREADY)}
+        self._num_queued = 0
 
     def discard(self, request: Request) -> None:
         key = self._key(request)
@@ -326,9 +354,10 @@ class FairQueue:
     def _move(self, lane: Lane, place: Place | None) -> None:
         if lane.place in self._turns:
             self._turns[lane.place].remove(lane)
-        lane.place = place
+        lane.place = None
         if place in self._turns:
             self._turns[place].put(lane)
+        lane.place = place
 
     # ---- books
 

@@ -10,8 +10,34 @@ from typing import TYPE_CHECKING, Literal
 from hybridserve.core.request import FinishReason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hybridserve.core.cache_spec import CacheLayout
-    from hybridserve.core.request import Request
+    from hybridserve.core.request import Request, SamplingParams
+
+
+def check_length(num_prompt: int, params: SamplingParams, max_model_len: int) -> None:
+    """Raise ValueError for a prompt of so many tokens that no sequence could begin with."""
+    if not num_prompt:
+        raise ValueError("prompt: is empty")
+    if num_prompt > max_model_len:
+        raise ValueError(f"prompt: {num_prompt} tokens, max_model_len is {max_model_len}")
+    if num_prompt == max_model_len and params.max_tokens:
+        raise ValueError(f"prompt: {num_prompt} tokens leave no room to generate; that is max_model_len")
+
+
+def check_vocabulary(prompt_ids: Iterable[int], params: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError, naming the field, for a token id that the model doesn't have."""
+    for name, token_ids in (
+        ("prompt", prompt_ids),
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias),
+    ):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +75,7 @@ class Limits:
             raise ValueError(f"request_id: {request.id!r} has a '#', which names the continuations of n > 1")
         if request.priority and self.policy == "fcfs":
             raise ValueError(f"priority: {request.priority} has no effect, scheduler.policy is 'fcfs'")
-        if not num_prompt:
-            raise ValueError("prompt: is empty")
-        if num_prompt > self.max_model_len:
-            raise ValueError(f"prompt: {num_prompt} tokens, max_model_len is {self.max_model_len}")
-        if num_prompt == self.max_model_len and params.max_tokens:
-            raise ValueError(f"prompt: {num_prompt} tokens leave no room to generate; that is max_model_len")
+        check_length(num_prompt, params, self.max_model_len)
         num_cached = self.max_computed(request)
         if layout.slabs_for(num_cached) > layout.num_usable_slabs:
             field_name = "max_tokens" if layout.slabs_for(num_prompt) <= layout.num_usable_slabs else "prompt"

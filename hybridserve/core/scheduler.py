@@ -200,18 +200,16 @@ class Scheduler:
         self._forks.clear()
         self._in_flight.clear()
         for request_id in unborn:
-            request = self._requests.pop(request_id)
-            self._leave_queues(request)
-            self._waiting.close(request, finished=False)
+            del self._requests[request_id]
         for request in self._requests.values():
             if request.status is RequestStatus.RUNNING:
                 request.num_preemptions += 1
                 self.counters.num_preemptions += 1
-            self._leave_queues(request)
             request.status, request.last_step = RequestStatus.WAITING, -1
             request.block_ids, request.state_slot = (), 0
             request.num_computed = request.num_pending = 0
-            self._waiting.add(request)
+        self._running = RequestQueue()
+        self._waiting.begin_again(self._requests.values())
         return unborn
 
     # ---- planning

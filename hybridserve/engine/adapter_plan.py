@@ -13,7 +13,7 @@ from hybridserve.engine.units import size_text
 from hybridserve.models.hub import bundled_adapters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.layers.context import BuildContext
@@ -69,13 +69,14 @@ class LoraPlan:
         ]
 
 
-def initial_adapters(config: EngineConfig) -> dict[str, Path]:
-    """Absolute, by name. ValueError for no directory; files are looked at when the engine starts."""
+def initial_adapters(config: EngineConfig, *, here: bool = True) -> dict[str, Path]:
+    """Absolute, by name. ValueError for no directory, if they are to be on this machine; files are looked at
+    when the engine starts."""
     if config.lora.adapters is None:
         return bundled_adapters(config.model)
     adapters = {name: _home(path) for name, path in config.lora.adapters.items()}
     for name, path in adapters.items():
-        if not _is_directory(path):
+        if here and not _is_directory(path):
             raise ValueError(f"lora.adapters.{name}: {path}: no such directory")
     return adapters
 
@@ -88,12 +89,21 @@ def _home(path: str) -> Path:
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 - Path.expanduser() raises for a user that isn't there
 
 
-def plan_lora(config: EngineConfig, adapters: Mapping[str, Path], context: BuildContext) -> LoraPlan | None:
-    if context.lora is None:
+def plan_lora(
+    config: EngineConfig,
+    adapters: Mapping[str, Path],
+    contexts: Sequence[BuildContext],
+    *,
+    here: bool = True,
+) -> LoraPlan | None:
+    """`contexts`: those of all stages. Directories are looked for only where they are to be on this
+    machine."""
+    registries = [context.lora for context in contexts if context.lora is not None]
+    if not registries:
         return None
     lora = config.lora
     roots = tuple(map(_home, lora.roots))
-    if missing := [str(root) for root in roots if not _is_directory(root)]:
+    if here and (missing := [str(root) for root in roots if not _is_directory(root)]):
         warnings.warn(f"lora.roots: no such directory: {', '.join(missing)}", stacklevel=2)
     return LoraPlan(
         adapters=adapters,
@@ -103,6 +113,6 @@ def plan_lora(config: EngineConfig, adapters: Mapping[str, Path], context: Build
         host_bytes=lora.host_bytes,
         allow_runtime_loading=lora.allow_runtime_loading,
         roots=roots,
-        num_modules=len(context.lora.modules),
+        num_modules=sum(len(registry.modules) + registry.num_elsewhere for registry in registries),
         poison_freed=config.cache.check_integrity,
     )

@@ -6,22 +6,23 @@ weights). Knows no text and no tensors but their dtype.
 
 from __future__ import annotations
 
-import enum
+import math
 import time
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridserve.engine.interrupts import Interrupts
+from hybridserve.engine.messages import AdapterInfo, AdapterState
+from hybridserve.lora.loader import no_pause
 from hybridserve.lora.paths import shown
 from hybridserve.lora.store import AdapterStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
-    from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.adapter_slots import AdapterLoad
@@ -29,37 +30,15 @@ if TYPE_CHECKING:
     from hybridserve.core.scheduler import Scheduler, TokenEvent
     from hybridserve.engine.executor import Executor
     from hybridserve.engine.planner import EnginePlan
-    from hybridserve.lora.adapter import LoadReport
     from hybridserve.lora.loader import Outcome
     from hybridserve.lora.store import Version
 
 WAIT_SECONDS = 0.1
 """For the loader, at most, where no request can run before it brings something."""
 
-
-class AdapterState(enum.StrEnum):
-    DEVICE = "device"
-    LOADING = "loading"
-    HOST = "host"
-    DISK = "disk"
-    DRAINING = "draining"
-    """Its name is gone, or has other content now; sequences that began with it go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """One adapter, as `list_adapters` shows it. `num_refs`: sequences that use it."""
-
-    name: str
-    identity: str
-    path: Path
-    state: AdapterState
-    rank: int
-    num_bytes: int  # of host memory
-    device_bytes: int
-    num_refs: int
-    is_pinned: bool
-    report: LoadReport
+BETWEEN_STEPS = 0.05
+"""Seconds after a step for which a load leaves time to a next one, if there are sequences that run: whoever
+drives the engine may be doing something else."""
 
 
 class EngineAdapters:
@@ -71,6 +50,7 @@ class EngineAdapters:
         self.num_failed_loads = 0
         self.num_evictions = 0
         self.load_seconds = 0.0
+        self.interrupts = Interrupts()
         self._scheduler = scheduler
         self._executor = executor
         self._slots = scheduler.adapters
@@ -79,6 +59,7 @@ class EngineAdapters:
         self._failures: list[TokenEvent] = []
         if store is not None:
             store.forget = self._forget
+            store.is_pinned = self._slots.is_pinned
 
     @property
     def num_loading(self) -> int:
@@ -117,10 +98,18 @@ class EngineAdapters:
         that the device never holds more than it may."""
         if self.store is None:
             return
-        self.store.loader.steps_run = self._scheduler.num_running > 0
         self._clear_dropped()
         self._to_start.extend(self._scheduler.take_loads())
         self._start_all()
+
+    def step_begins(self) -> None:
+        """Loads leave time to it."""
+        if self.store is not None:
+            self.store.loader.leave_time(math.inf)
+
+    def step_ended(self) -> None:
+        if self.store is not None:
+            self.store.loader.leave_time(BETWEEN_STEPS if self._scheduler.num_running else 0)
 
     def _start_all(self) -> None:
         while self._to_start:
@@ -175,40 +164,64 @@ class EngineAdapters:
     def wait(self) -> None:
         """Return as soon as `finish_loads` has something to do, or after a moment."""
         if self.store is not None:
-            self.store.loader.wait(WAIT_SECONDS)
+            with self.interrupts.let_through():
+                self.store.loader.wait(WAIT_SECONDS)
 
     # ---- names
 
     def load(self, name: str, path: object) -> Future[Version]:
         """See `AdapterStore.register`; `finish_loads` completes the future."""
-        return self._required("load_adapter").register(name, path)
+        with self.interrupts.held():
+            return self._required("load_adapter").register(name, path)
 
     def unload(self, name: str) -> bool:
         """Take the name away at once. True if nothing refers to its content any more, False while sequences
         that began with it go on. ValueError if there is no such name."""
         store = self._required("unload_adapter")
-        version = store.remove(name)
-        return bool(version.names) or version.identity not in store.versions
+        with self.interrupts.held():
+            version = store.remove(name)
+            return bool(version.names) or version.identity not in store.versions
 
     def pin(self, name: str) -> None:
         """Keep the content that a name has now in a slot, loading it first if it has none. ValueError, and
         nothing has changed, where no slot is to be had now, or none would be left for others."""
-        version = self._required("pin_adapter").find(name)
-        try:
-            self._scheduler.check_pin(version.identity)
-        except ValueError as error:
-            raise ValueError(f"adapter: {name!r} can't be pinned: {error}") from None
-        if version.identity not in self._slots:
-            load = self._slots.begin_load(version.identity, version.device_bytes)
-            if load is None:
-                loading = ", some by adapters that are still loading" if self._slots.num_loading else ""
-                raise ValueError(
-                    f"adapter: {name!r} can't be pinned now: the room on the device is in use or pinned"
-                    f"{loading}"
-                )
-            self._to_start.append(load)
-            self._start_all()
-        self._scheduler.pin_adapter(version.identity)
+        store = self._required("pin_adapter")
+        version = store.find(name)
+        with self.interrupts.held():
+            try:
+                self._scheduler.check_pin(version.identity)
+                self._check_room_beside(version)
+            except ValueError as error:
+                raise ValueError(f"adapter: {name!r} can't be pinned: {error}") from None
+            if version.identity not in self._slots:
+                load = self._slots.begin_load(version.identity, version.device_bytes)
+                if load is None:
+                    loading = ", some by adapters that are still loading" if self._slots.num_loading else ""
+                    raise ValueError(
+                        f"adapter: {name!r} can't be pinned now: the room on the device is in use or pinned"
+                        f"{loading}"
+                    )
+                self._to_start.append(load)
+                self._start_all()
+            self._scheduler.pin_adapter(version.identity)
+
+    def _check_room_beside(self, version: Version) -> None:
+        """Of the other adapters that may be named, the smallest at least must fit beside those pinned."""
+        assert self.store is not None
+        slots = self._slots
+        others = [
+            other.device_bytes
+            for other in self.store.names.values()
+            if other is not version and not slots.is_pinned(other.identity)
+        ]
+        if slots.is_pinned(version.identity) or not others:
+            return
+        smallest = min(others)
+        if not slots.can_ever_fit(version.device_bytes + smallest):
+            raise ValueError(
+                f"no other adapter would fit beside its {version.device_bytes:,} bytes and what is pinned; "
+                f"the smallest has {smallest:,}, device_bytes is {slots.device_bytes:,}"
+            )
 
     def unpin(self, name: str) -> None:
         self._slots.unpin(self._required("unpin_adapter").find(name).identity)
@@ -303,6 +316,7 @@ def create_store(config: EngineConfig, plan: EnginePlan, executor: Executor) -> 
         roots=plan.lora.roots,
         allow_runtime_loading=plan.lora.allow_runtime_loading,
         reserved_names=config.model_names,
+        check=lambda adapter: executor.check_adapter(adapter, no_pause),
     )
     for name, path in plan.lora.adapters.items():
         store.register_now(name, path)

@@ -79,7 +79,7 @@ def quantize_checkpoint(model: Path, out: Path, format_name: str, targets: tuple
         raise ValueError(f"{model}: is quantized already")
     context = bare_context(checkpoint_dtype(config), Quantization(format_name, targets or ("all",)))
     build_model(config, context)
-    plan = plan_quantization(context)
+    plan = plan_quantization([context])
     if plan is None:
         raise ValueError(f"{model}: has nothing that {', '.join(targets or ('all',))} means")
     writer = _Writer(Checkpoint(model, context.weights), context.weights, context.formats)

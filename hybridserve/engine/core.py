@@ -8,11 +8,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hybridserve.core.limits import check_vocabulary
 from hybridserve.core.request import Request
 from hybridserve.core.scheduler import Scheduler
+from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine import scores
 from hybridserve.engine.adapters import EngineAdapters, create_store
-from hybridserve.engine.executor import Executor, LocalExecutor
+from hybridserve.engine.executors import create_executor
 from hybridserve.engine.input_builder import BuiltStep, InputBuilder
 from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
 from hybridserve.engine.stats import EngineStats
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.step import ScheduledStep
+    from hybridserve.engine.executor import Executor
     from hybridserve.engine.planner import EnginePlan
 
 T = TypeVar("T")
@@ -60,6 +63,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.adapters = adapters or EngineAdapters(scheduler, executor)
+        self.interrupts = self.adapters.interrupts
         self.stats = EngineStats()
         self._vocab_size = vocab_size
         self._builder = builder
@@ -86,7 +90,22 @@ class EngineCore:
         `executor` is one that has loaded the model already; `buckets` pads steps (see `InputBuilder`).
         """
         eos = eos_token_ids(model_path)
-        executor = executor or LocalExecutor(model_path, plan)
+        executor = executor or create_executor(config.parallel, plan, model_path)
+        try:
+            return cls._over(executor, config, plan, eos, buckets)
+        except BaseException:
+            executor.close()
+            raise
+
+    @classmethod
+    def _over(
+        cls,
+        executor: Executor,
+        config: EngineConfig,
+        plan: EnginePlan,
+        eos: Sequence[int],
+        buckets: Sequence[int],
+    ) -> EngineCore:
         store = create_store(config, plan, executor)
         scheduler = Scheduler(
             plan.layout,
@@ -110,27 +129,22 @@ class EngineCore:
     def check(self, request: EngineRequest) -> None:
         """ValueError, naming the field, for a request that makes no sense to this model or could never be
         served."""
-        params, vocab_size = request.params, self._vocab_size
-        for name, token_ids in (
-            ("prompt", request.prompt_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            for token_id in token_ids:
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(
-                        f"{name}: token id {token_id} is not in the vocabulary (0 to {vocab_size - 1})"
-                    )
+        check_vocabulary(request.prompt_ids, request.params, self._vocab_size)
         self.scheduler.check(self._as_sequence(request))
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that `check` accepts; ValueError for any other, and nothing changes."""
         self.check(request)
         sequence = self._as_sequence(request)
-        self.scheduler.add(sequence)
-        self.adapters.acquire(sequence)
-        self._live[sequence.id] = _Live(sequence, request.arrival, family={sequence.id})
-        self.stats.num_requests += 1
+        with self.interrupts.held():
+            self.adapters.acquire(sequence)
+            try:
+                self.scheduler.add(sequence)
+            except BaseException:
+                self.adapters.release(sequence)
+                raise
+            self._live[sequence.id] = _Live(sequence, request.arrival, family={sequence.id})
+            self.stats.num_requests += 1
 
     def _as_sequence(self, request: EngineRequest) -> Request:
         """Bound to what its adapter's name means now, whatever the name will mean later."""
@@ -147,30 +161,41 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop one continuation of a request, or all of them. Unknown or finished ones are left alone."""
-        for live in list(self._live.values()):
-            request = live.request
-            if request_id in (request.id, request.parent_id) and index in (None, request.index):
-                self._abort(request.id, None)
+        with self.interrupts.held():
+            for live in list(self._live.values()):
+                request = live.request
+                if request_id in (request.id, request.parent_id) and index in (None, request.index):
+                    self._abort(request.id, None)
 
     def step(self) -> list[SequenceOutput]:
         """Start as many steps as may be in flight, finish the oldest; returns what sequences gained.
 
         Whatever is raised on the way (by the model, or by Ctrl-C) goes on to the caller, and the engine stays
-        usable: what was in flight is dropped, and its sequences compute again.
+        usable: what was in flight is dropped, and its sequences compute again. After a RankFailure there are
+        none: all are aborted, as the next call says. Ctrl-C comes before, while the model runs or is waited
+        for, or after: a caller to whom what this returns must not be lost holds it off (`interrupts.held`).
         """
-        try:
-            self._finish_loads()
-            while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
-                pass
-            if self._in_flight:
-                self._finish_step()
-            elif not self._outbox and self.scheduler.waiting_for_adapters:
-                self.adapters.wait()
-        except BaseException:
-            self._restart()
-            raise
-        outputs, self._outbox = self._outbox, []
-        return outputs
+        with self.interrupts.held():
+            with self.interrupts.let_through():
+                pass  # what came before: nothing need be computed again for that
+            try:
+                self._finish_loads()
+                while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
+                    pass
+                if self._in_flight:
+                    self._finish_step()
+                elif not self._outbox and self.scheduler.waiting_for_adapters:
+                    self.adapters.wait()
+            except BaseException as error:
+                self._restart()
+                if isinstance(error, RankFailure):
+                    for request_id in list(self._live):
+                        self._abort(request_id, str(error))
+                raise
+            finally:
+                self.adapters.step_ended()
+            outputs, self._outbox = self._outbox, []
+            return outputs
 
     def gauges(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
@@ -179,14 +204,17 @@ class EngineCore:
 
     def wait_for_load(self, future: Future[T]) -> T:
         """The result of `adapters.load`, for a caller that has nothing else to do."""
-        while not future.done():
-            self.adapters.wait()
-            self._finish_loads()
+        with self.interrupts.held():
+            while not future.done():
+                self.adapters.wait()
+                self._finish_loads()
         return future.result()
 
     def close(self) -> None:
-        self.adapters.close()
-        self.executor.close()
+        try:
+            self.adapters.close()
+        finally:
+            self.executor.close()
 
     def _finish_loads(self) -> None:
         for event in self.adapters.finish_loads():
@@ -215,13 +243,16 @@ class EngineCore:
                     self._live[request_id] = _Live(
                         child, live.arrival, live.first_scheduled, family=live.family
                     )
-        self.executor.submit(built.input)
+        self.adapters.step_begins()
+        with self.interrupts.let_through():
+            self.executor.submit(built.input)
         self._in_flight.append((step, built))
         self.stats.num_steps += 1
         return True
 
     def _finish_step(self) -> None:
-        result = self.executor.collect()
+        with self.interrupts.let_through():
+            result = self.executor.collect()
         begin = time.perf_counter()
         step, built = self._in_flight.popleft()
         if result.step_id != step.step_id:

@@ -49,6 +49,11 @@ class Executor(ABC):
         """What rank 0 offers to adapters."""
         return {}
 
+    def check_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> None:
+        """Raise the ValueError that `stage_adapter` would raise on any rank, where reading the adapter can't
+        tell: that takes the base model's weights. Any thread may call it, as `stage_adapter`."""
+        raise NotImplementedError(f"{type(self).__name__} serves the base model only")
+
     def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> StagedAdapter:
         """Bring every rank's share of an adapter to its device. Any thread may call it; it runs beside steps,
         and leaves them time by calling `pause` often."""
@@ -85,6 +90,9 @@ class LocalExecutor(Executor):
     @property
     def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
         return self.worker.adaptable_modules
+
+    def check_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> None:
+        self.worker.check_adapter(adapter, pause)
 
     def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> StagedAdapter:
         return self.worker.stage_adapter(adapter, pause)

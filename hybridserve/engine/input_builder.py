@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridserve.core.step import ScheduledSequence
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from hybridserve.core.request import Request
-    from hybridserve.core.step import ScheduledSequence, ScheduledStep
+    from hybridserve.core.step import ScheduledStep
 
 BANNED = float(np.finfo(np.float32).min)
 """Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
@@ -108,6 +110,9 @@ class _Resident:
     num_blocks: int = 0
 
 
+PADDING = ScheduledSequence("", 0, 1, (), False, (), 0)
+
+
 class InputBuilder:
     """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw
     from.
@@ -124,21 +129,26 @@ class InputBuilder:
         self._eos_token_ids = tuple(eos_token_ids)
         self._buckets = sorted(buckets)
         self._resident: dict[str, _Resident] = {}
+        self._table = np.zeros((0, 0), dtype=np.int32)
+        self._table_ids: list[str] = []
+        """The last step's block table, and whose rows these are."""
         self._previous_rows: dict[str, int] = {}
         self._num_prompt_scored: dict[str, int] = {}
 
     def build(self, step: ScheduledStep, requests: Mapping[str, Request]) -> BuiltStep:
         for request_id in step.finished:
             self._resident.pop(request_id, None)
+            self._table_ids = []  # one that is back has other blocks
         for request_id in [i for i in self._num_prompt_scored if i not in requests]:
             del self._num_prompt_scored[request_id]
         sequences = step.sequences
-        num_padding = self._num_padding(sum(seq.length for seq in sequences))
-        lengths = np.array([seq.length for seq in sequences] + [1] * num_padding, dtype=np.int64)
-        starts = np.array([seq.start for seq in sequences] + [0] * num_padding, dtype=np.int64)
+        rows = [*sequences, *[PADDING] * self._num_padding(step.num_tokens)]
+        columns = ScheduledSequence._make(zip(*rows, strict=True))
+        starts = np.array(columns.start, dtype=np.int64)
+        lengths = np.array(columns.length, dtype=np.int64)
         query_start = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start[1:])
-        block_table = self._block_table(sequences, num_padding)
+        block_table = self._block_table(rows)
         input_ids, pending = self._tokens(sequences, requests, query_start)
         row = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, lengths)
@@ -156,14 +166,10 @@ class InputBuilder:
             query_start=query_start,
             seq_lens=starts + lengths,
             block_table=block_table,
-            state_slots=np.array([seq.state_slot for seq in sequences] + [0] * num_padding, dtype=np.int64),
-            has_state=np.array([seq.has_state for seq in sequences] + [False] * num_padding, dtype=np.bool_),
-            adapter_slots=np.array(
-                [seq.adapter_slot for seq in sequences] + [0] * num_padding, dtype=np.int64
-            ),
-            adapter_start=np.array(
-                [seq.adapter_start for seq in sequences] + [0] * num_padding, dtype=np.int64
-            ),
+            state_slots=np.array(columns.state_slot, dtype=np.int64),
+            has_state=np.array(columns.has_state, dtype=np.bool_),
+            adapter_slots=np.array(columns.adapter_slot, dtype=np.int64),
+            adapter_start=np.array(columns.adapter_start, dtype=np.int64),
             adapter_generations=np.array(step.adapter_generations, dtype=np.int64).reshape(-1, 2),
             pending=pending,
             sampling=sampling,
@@ -182,36 +188,45 @@ class InputBuilder:
     def _num_padding(self, num_tokens: int) -> int:
         return next((bucket - num_tokens for bucket in self._buckets if bucket >= num_tokens), 0)
 
-    def _block_table(self, sequences: Sequence[ScheduledSequence], num_padding: int) -> np.ndarray:
+    def _block_table(self, rows: Sequence[ScheduledSequence]) -> np.ndarray:
         """[S, B]; 0, the null block, beyond each sequence's blocks."""
-        width = max((len(seq.block_ids) for seq in sequences), default=0)
-        table = np.zeros((len(sequences) + num_padding, width), dtype=np.int32)
-        for row, seq in enumerate(sequences):
-            resident = self._resident.setdefault(seq.request_id, _Resident())
-            num_blocks, known = len(seq.block_ids), resident.num_blocks
+        width = max(len(row.block_ids) for row in rows)
+        ids = [row.request_id for row in rows]
+        is_known = ids == self._table_ids and width == self._table.shape[1]
+        table = self._table.copy() if is_known else np.zeros((len(rows), width), dtype=np.int32)
+        for place, row in enumerate(rows):
+            resident = self._resident.get(row.request_id)
+            if resident is None:
+                resident = self._resident[row.request_id] = _Resident()
+            num_blocks, known = len(row.block_ids), resident.num_blocks
             if num_blocks > known:
                 if num_blocks > len(resident.blocks):
                     resident.blocks = np.resize(resident.blocks, 2 * num_blocks)
-                resident.blocks[known:num_blocks] = seq.block_ids[known:]
+                resident.blocks[known:num_blocks] = row.block_ids[known:]
                 resident.num_blocks = num_blocks
-            table[row, :num_blocks] = resident.blocks[:num_blocks]
+            elif is_known:
+                continue
+            table[place, :num_blocks] = resident.blocks[:num_blocks]
+        self._table, self._table_ids = table, ids
         return table
 
     def _tokens(
         self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        input_ids = np.zeros(query_start[-1], dtype=np.int64)
+        input_ids: list[int] = []
         pending = []
-        first = 0
         for seq in sequences:
             request = requests[seq.request_id]
             end = seq.start + seq.length
             if end > request.num_known:
-                pending.append((first + seq.length - 1, self._previous_rows[seq.request_id]))
-                end = request.num_known
-            input_ids[first : first + end - seq.start] = request.token_ids(seq.start, end)
-            first += seq.length
-        return input_ids, np.array(pending, dtype=np.int64).reshape(-1, 2)
+                pending.append((len(input_ids) + seq.length - 1, self._previous_rows[seq.request_id]))
+                input_ids += request.token_ids(seq.start, request.num_known)
+                input_ids.append(0)
+            else:
+                input_ids += request.token_ids(seq.start, end)
+        padded = np.zeros(query_start[-1], dtype=np.int64)
+        padded[: len(input_ids)] = input_ids
+        return padded, np.array(pending, dtype=np.int64).reshape(-1, 2)
 
     def _sampling(
         self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray

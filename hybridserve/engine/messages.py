@@ -3,15 +3,16 @@ tensors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from pathlib import Path
 
 import msgspec
 
-if TYPE_CHECKING:
-    from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.lora.report import LoadReport
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One prompt. `arrival` is in monotonic seconds."""
 
     request_id: str
@@ -22,7 +23,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of the raw distribution at one position.
 
     The first id is the token that stands there, `rank` its place among all (1 is the most likely); the most
@@ -34,7 +35,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     rank: int
 
 
-class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Of one finished sequence; times in monotonic seconds."""
 
     arrival: float
@@ -45,7 +46,7 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one sequence gained in one step. `finish_reason` and `metrics` are set in its last output."""
 
     request_id: str
@@ -56,3 +57,27 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+
+
+class AdapterState(enum.StrEnum):
+    DEVICE = "device"
+    LOADING = "loading"
+    HOST = "host"
+    DISK = "disk"
+    DRAINING = "draining"
+    """Its name is gone, or has other content now; sequences that began with it go on."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter, as `list_adapters` shows it. `num_refs`: sequences that use it."""
+
+    name: str
+    identity: str
+    path: Path
+    state: AdapterState
+    rank: int
+    num_bytes: int  # of host memory
+    device_bytes: int
+    num_refs: int
+    is_pinned: bool
+    report: LoadReport

@@ -28,7 +28,10 @@ PROMPT_LOGPROBS_ROWS = 128
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step yields: one id for each of `StepInput.sampling.rows` (-1: its logits were not finite)."""
+    """What a step yields: one id for each of `StepInput.sampling.rows` (-1: its logits were not finite).
+
+    Only the rank that has the logits draws: the first of the last stage. On others there are no ids.
+    """
 
     step_id: int
     token_ids: list[int]
@@ -58,12 +61,16 @@ class ModelRunner:
         hidden = self.model(self._input_ids(step), context)
         forwarded = time.perf_counter()
         output = StepOutput(step.step_id, [])
+        if hidden is None:
+            output.forward_seconds = forwarded - start
+            return output
         if step.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs(hidden, step.prompt_logprobs, context.lora)
         if step.sampling is not None:
             logits = self._logits(hidden, step.sampling.rows, context.lora)
-            self._drawn, output.logprobs = sampler.sample(logits, step.sampling)
-            output.token_ids = self._drawn.tolist()
+            if logits is not None:
+                self._drawn, output.logprobs = sampler.sample(logits, step.sampling)
+                output.token_ids = self._drawn.tolist()
         output.forward_seconds = forwarded - start
         output.sample_seconds = time.perf_counter() - forwarded
         return output
@@ -109,19 +116,20 @@ class ModelRunner:
             ),
         )
 
-    def _logits(self, hidden: torch.Tensor, rows: np.ndarray, lora: LoraBatch | None) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, rows: np.ndarray, lora: LoraBatch | None) -> torch.Tensor | None:
         return self.model.logits(hidden[self._to_device(rows)], select(lora, rows))
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, wanted: PromptLogprobsInput, lora: LoraBatch | None
-    ) -> LogprobsOutput:
+    ) -> LogprobsOutput | None:
         parts = []
         for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
             rows = wanted.rows[first : first + PROMPT_LOGPROBS_ROWS]
             targets = self._to_device(wanted.targets[first : first + PROMPT_LOGPROBS_ROWS])
             logits = self._logits(hidden, rows, lora)
-            parts.append(sampler.logprobs(logits, targets, wanted.num_top, rows.tolist()))
-        return LogprobsOutput.concatenate(parts)
+            if logits is not None:
+                parts.append(sampler.logprobs(logits, targets, wanted.num_top, rows.tolist()))
+        return LogprobsOutput.concatenate(parts) if parts else None
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

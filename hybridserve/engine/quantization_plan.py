@@ -8,8 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridserve.quant.unquantized import UnquantizedFormat
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from hybridserve.layers.context import BuildContext
+    from hybridserve.layers.weights import CheckpointTensor
+    from hybridserve.quant.format import WeightFormat
     from hybridserve.quant.policy import Quantization
 
 
@@ -49,25 +55,29 @@ class QuantizationPlan:
         return f"{', '.join(self.quantized_kinds)}{kept}"
 
 
-def plan_quantization(context: BuildContext) -> QuantizationPlan | None:
-    """Of a model that was just built; None if nothing of it is quantized. ValueError for a target that names
-    nothing."""
-    policy, weights = context.formats, context.weights
-    policy.check_targets(weights.tensors)
-    quantized = {name for name, chosen in policy.formats.items() if chosen is not policy.plain}
+def plan_quantization(contexts: Sequence[BuildContext]) -> QuantizationPlan | None:
+    """Of a model whose stages were just built; None if nothing of it is quantized. ValueError for a target
+    that names nothing."""
+    tensors: dict[str, CheckpointTensor] = {}
+    chosen: dict[str, WeightFormat] = {}
+    for context in contexts:
+        tensors |= context.weights.tensors
+        chosen |= context.formats.formats
+    contexts[0].formats.check_targets(chosen, tensors)
+    quantized = {name: kind for name, kind in chosen.items() if kind.name != UnquantizedFormat.name}
     if not quantized:
         return None
-    num_quantized = sum(weights.tensors[f"{name}.weight"].num_elements for name in quantized)
+    num_quantized = sum(tensors[f"{name}.weight"].num_elements for name in quantized)
     return QuantizationPlan(
-        policy.quantization,
-        num_quantized / weights.num_parameters,
-        _kinds(quantized),
-        _kinds(policy.formats.keys() - quantized),
-        next(policy.formats[name].note for name in quantized),
+        contexts[0].formats.quantization,
+        num_quantized / sum(context.weights.num_parameters for context in contexts),
+        _kinds(quantized.keys()),
+        _kinds(chosen.keys() - quantized.keys()),
+        next(iter(quantized.values())).note,
     )
 
 
-def _kinds(names: set[str]) -> tuple[str, ...]:
+def _kinds(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({".".join(_last_parts(name)) for name in names}))
 
 

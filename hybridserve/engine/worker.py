@@ -10,13 +10,15 @@ import torch
 from hybridserve.engine.arena import Arena
 from hybridserve.engine.model_runner import ModelRunner, StepOutput
 from hybridserve.engine.planner import EnginePlan, build_context
-from hybridserve.lora.layers import PlacedAdapter, place_adapter, remove
+from hybridserve.lora.layers import PlacedAdapter, check_adapter, place_adapter, remove
 from hybridserve.models.weights import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from hybridserve.distributed.pipeline import PipelineStage
+    from hybridserve.distributed.tp import TPGroup
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
@@ -26,12 +28,22 @@ class Worker:
     """Loads the model as the plan says, then executes steps. What it knows of an adapter is its slot, and the
     generation of what is in there."""
 
-    def __init__(self, model_path: Path, plan: EnginePlan) -> None:
-        context = build_context(plan, torch.device(plan.device))
+    def __init__(
+        self,
+        model_path: Path,
+        plan: EnginePlan,
+        tp: TPGroup | None = None,
+        pipeline: PipelineStage | None = None,
+        adapter_tp: TPGroup | None = None,
+    ) -> None:
+        """One of several ranks has its groups from whoever started it: `adapter_tp` holds the same ranks as
+        `tp`, for the thread that stages adapters while steps run."""
+        context = build_context(plan, torch.device(plan.device), tp, pipeline)
         model = load_model(model_path, context)
-        self.arena = Arena(plan.layout, context.device)
+        self.arena = Arena(plan.stages[context.pipeline.stage].layout, context.device)
         self.runner = ModelRunner(model, self.arena, context.attention, context.ssm)
         self._context = context
+        self._adapter_tp = adapter_tp or context.tp
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed
         self._adapters: dict[int, tuple[int, PlacedAdapter]] = {}
 
@@ -59,11 +71,18 @@ class Worker:
         """What the adapters in slots take of the device."""
         return sum(placed.num_bytes for _, placed in self._adapters.values())
 
+    def check_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> None:
+        """Raise the ValueError that `stage_adapter` would, for this rank's share; nothing stays on the
+        device. Any thread may call it."""
+        context = self._context
+        modules = self.adaptable_modules
+        check_adapter(adapter, modules, context.dtype, context.device, self._adapter_tp, pause)
+
     def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> PlacedAdapter:
         """Cut, cast and copy this rank's share to the device. Touches no slot, so any thread may call it."""
         context = self._context
         modules = self.adaptable_modules
-        return place_adapter(adapter, modules, context.dtype, context.device, context.tp, pause)
+        return place_adapter(adapter, modules, context.dtype, context.device, self._adapter_tp, pause)
 
     def place_adapter(self, slot: int, generation: int, placed: PlacedAdapter) -> None:
         """Again, if it was interrupted. RuntimeError for a slot that still holds another adapter."""

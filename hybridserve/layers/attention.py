@@ -38,6 +38,9 @@ class Attention:
     ) -> None:
         if num_heads % num_kv_heads:
             raise ValueError(f"{name}: {num_heads} heads can't share {num_kv_heads} KV heads evenly")
+        context = context.within("attention")
+        context.divide(num_heads, "attention heads")
+        context.divide(num_kv_heads, "KV heads", shared=True)
         slices = [
             OutputSlice("q_proj", num_heads * head_dim, head_dim),
             OutputSlice("k_proj", num_kv_heads * head_dim, head_dim, replicated=True),
@@ -54,6 +57,7 @@ class Attention:
         self.num_kv_heads = sizes[1] // head_dim
         self.scale = head_dim**-0.5
         self.window = window
+        context.footprint.widen(context.part, self.qkv_proj.outputs.num_rows + sizes[0])
         self.cache = context.register_cache(
             PagedKVSpec(self.num_kv_heads, head_dim, context.cache_dtype, window)
         )

@@ -28,7 +28,11 @@ class VocabSlice:
 
 
 class VocabParallelEmbedding:
-    """[T] token ids -> [T, hidden]."""
+    """[T] token ids -> [T, hidden].
+
+    On a later stage of a pipeline it is there for the head that is tied to it: a copy, which adapters of the
+    embedding don't concern.
+    """
 
     def __init__(
         self,
@@ -43,15 +47,21 @@ class VocabParallelEmbedding:
         """`tied`: the output head reads this weight too. `aliases`: other names of this module."""
         self.tp = context.tp
         self.rows = VocabSlice(context, vocab_size)
-        self.weight = context.allocate(self.rows.num_rows, hidden_size)
+        is_read_whole = tied and context.pipeline.is_last
+        self.weight = context.within("embeddings").allocate(
+            self.rows.num_rows, hidden_size, active=float(is_read_whole)
+        )
         shape = (vocab_size, hidden_size)
-        context.weights.expect(f"{name}.weight", shape, self._load, active=float(tied))
+        is_copy = not context.pipeline.is_first
+        if not is_copy:
+            context.footprint.reductions.append(hidden_size)
+        context.weights.expect(f"{name}.weight", shape, self._load, active=float(tied), counted=not is_copy)
         for alias in aliases:
             context.weights.accept(f"{alias}.weight", shape, self._load, covers=(f"{name}.weight",))
-        self.lora = context.lora
-        if context.lora is not None:
-            self.table = context.lora.create_table()
-            context.lora.offer(
+        self.lora = None if is_copy else context.lora
+        if self.lora is not None:
+            self.table = self.lora.create_table()
+            self.lora.offer(
                 AdaptableModule(
                     name=name,
                     kind="embedding",
@@ -87,7 +97,7 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """[R, hidden] -> logits [R, vocab] in float32, whole on every rank."""
+    """[R, hidden] -> logits [R, vocab] in float32 on rank 0, None elsewhere."""
 
     def __init__(
         self,
@@ -105,12 +115,13 @@ class LMHead:
         self.format: WeightFormat = formats.plain
         if tied_to is None:
             self.format = formats.linear([name], "delicate")
+        context.footprint.gathered = self.rows.num_rows
         shape = (vocab_size, hidden_size)
         if tied_to is None:
             self.weights = self.format.create_linear(
                 self.rows.num_rows, hidden_size, context.dtype, context.device
             )
-            context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
+            context.within("embeddings").hold(self.weights.values(), self.format)
             context.weights.expect(f"{name}.weight", shape, self._load, load_scaled=self._load)
             context.weights.finishers.append(partial(self.format.finish_linear, self.weights))
         else:
@@ -133,11 +144,12 @@ class LMHead:
                 )
             )
 
-    def __call__(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         local = self.format.apply_linear(hidden, self.weights, None)
         if lora is not None and self.lora is not None:
             self.lora.backend.add(local, hidden, self.table, lora)
-        return self.tp.all_gather(local)[:, : self.vocab_size].float()
+        logits = self.tp.gather(local)
+        return None if logits is None else logits[:, : self.vocab_size].float()
 
     def _load(self, tensor: Source) -> None:
         shard = Shard((self.rows.source, EVERYTHING), (slice(0, self.rows.num_real), EVERYTHING))

@@ -107,13 +107,15 @@ class Projection:
         rank's part of the input axis. With `keep_bias` off the checkpoint's bias is read and dropped: another
         rank adds it. `partial_sum`: the ranks' results will be summed."""
         self.format = context.formats.linear([f"{name}.{module}" for module in outputs.module_rows], role)
+        if partial_sum:
+            context.divide_inputs(num_inputs, self.format)
         self.outputs = outputs
         self.bias = context.allocate(outputs.num_rows) if bias and keep_bias else None
         local_inputs = inputs.stop - inputs.start
         self.weights = self.format.create_linear(
             outputs.num_rows, local_inputs, context.dtype, context.device
         )
-        context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
+        context.hold(self.weights.values(), self.format)
         for module, num_rows in outputs.module_rows.items():
             load = partial(self._load, module, inputs)
             shape = (num_rows, num_inputs)
@@ -215,6 +217,7 @@ class RowParallelLinear:
         outputs = OutputSlices(name, [OutputSlice(module, num_outputs)], TPGroup.single())
         inputs = cut(f"{name}.{module}", num_inputs, context.tp, unit=unit)
         self.tp = context.tp
+        context.footprint.reductions.append(num_outputs)
         self.projection = Projection(
             context,
             name,

@@ -42,7 +42,11 @@ class AdaptableModule:
     """This rank's part of the base weight, dequantized [local out, local in] (DoRA needs its norms)."""
     partial: bool = False
     """Whether this rank's output is one summand of an all-reduce: a bias is then added on rank 0 only."""
-    group: int = 0  # expert
+    group: int = 0  # expert, among those of this rank
+    stage: int = 0
+    rank: int | None = None
+    """Of several ranks' modules in one list: the pipeline stage that has this one, and its tensor-parallel
+    rank; None: every rank of the stage has its share."""
 
 
 @dataclass(slots=True)
@@ -53,6 +57,8 @@ class LoraRegistry:
     num_slots: int
     modules: dict[str, AdaptableModule] = field(default_factory=dict)
     tables: list[LoraTable] = field(default_factory=list)
+    num_elsewhere: int = 0
+    """Modules of these layers that only other ranks hold, and offer."""
 
     def create_table(self, num_groups: int = 1) -> LoraTable:
         table = LoraTable(self.num_slots, num_groups)

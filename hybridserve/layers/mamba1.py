@@ -36,6 +36,8 @@ class MambaMixer:
         proj_bias: bool,
         norm_eps: float | None = None,
     ) -> None:
+        context = context.within("mamba")
+        context.divide(inner_size, "inner channels of a Mamba layer")
         slices = [OutputSlice("in_proj", inner_size), OutputSlice("in_proj", inner_size)]
         self.in_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=proj_bias)
         self.x_proj = RowParallelLinear(
@@ -54,6 +56,7 @@ class MambaMixer:
         self.channels = cut(name, inner_size, context.tp)
         local = self.channels.stop - self.channels.start
         self._create_parameters(context, name, inner_size, local, state_size, conv_width, conv_bias)
+        context.footprint.widen(context.part, 5 * local + sum(self.sizes))
         dtype = str(context.dtype).removeprefix("torch.")
         conv = StateTensor("conv", (local, conv_width - 1), dtype)
         self.cache = context.register_cache(
@@ -106,4 +109,6 @@ class MambaMixer:
         self.conv_weight.copy_(tensor[self.channels, 0])
 
     def _load_A(self, tensor: torch.Tensor) -> None:
-        self.A.copy_(tensor[self.channels]).exp_().neg_()
+        self.A.copy_(tensor[self.channels])
+        if not self.A.is_meta:  # where numbers are
+            self.A.exp_().neg_()

@@ -27,11 +27,15 @@ class GatedMLP:
         *,
         bias: bool = False,
     ) -> None:
+        context = context.within("mlp")
+        context.divide(intermediate_size, "inner columns of an MLP")
         slices = [OutputSlice("gate_proj", intermediate_size), OutputSlice("up_proj", intermediate_size)]
         self.gate_up_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=bias, role="mlp")
         self.down_proj = RowParallelLinear(
             context, name, "down_proj", intermediate_size, hidden_size, bias=bias, role="mlp"
         )
+        local = self.gate_up_proj.outputs.num_rows // 2
+        context.footprint.widen(context.part, 3 * local)
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         gate, up = self.gate_up_proj(x, lora).chunk(2, -1)

@@ -1,6 +1,7 @@
 """A mixture of experts: a router, and feed-forward experts of which each token uses a few.
 
-Every rank holds a part of every expert's intermediate axis, so routing is the same on all ranks.
+Every rank holds a part of every expert's intermediate axis or, under expert parallelism, some of the experts
+whole. Routing is the same on all ranks, and their results are summands.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
+from hybridserve.kernels.moe.interface import ExpertGroups
+from hybridserve.layers.context import EXPERTS
 from hybridserve.layers.linear import EVERYTHING, ReplicatedLinear, cut
 from hybridserve.layers.lora import AdaptableModule, ExpertAdapters, OutputPart
 from hybridserve.quant.format import Shard
 
 if TYPE_CHECKING:
-    import torch
-
     from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.layers.context import BuildContext
     from hybridserve.layers.lora import LoraRegistry
@@ -44,27 +47,56 @@ class SparseMoE:
         self.top_k = top_k
         self.renormalize = renormalize
         self.router = ReplicatedLinear(context, name, "router", hidden_size, num_experts)
-        self.part = cut(f"{name}.experts", intermediate_size, context.tp)
+        self.experts, self.part = slice(0, num_experts), slice(0, intermediate_size)
+        if context.expert_parallel:
+            context.divide(num_experts, EXPERTS)
+            self.experts = cut(f"{name}.experts", num_experts, context.tp)
+        else:
+            context.divide(intermediate_size, "inner columns of an expert")
+            self.part = cut(f"{name}.experts", intermediate_size, context.tp)
+        num_local = self.experts.stop - self.experts.start
+        self.is_divided = num_local < num_experts
         local = self.part.stop - self.part.start
         parts = ("gate_proj", "up_proj", "down_proj")
         modules = [f"{name}.experts.{expert}.{part}" for expert in range(num_experts) for part in parts]
         self.format = context.formats.experts(f"{name}.experts", modules)
+        if not context.expert_parallel:
+            context.divide_inputs(intermediate_size, self.format)
         self.weights = self.format.create_experts(
-            num_experts, hidden_size, local, context.dtype, context.device
+            num_local, hidden_size, local, context.dtype, context.device
         )
-        context.weights.num_bytes += sum(weight.nbytes for weight in self.weights.values())
+        context.within("experts").hold(self.weights.values(), self.format, active=top_k / num_experts)
+        context.footprint.widen("experts", top_k * (3 * local + 2 * hidden_size))
+        context.footprint.reductions.append(hidden_size)
         self._expect_experts(context, f"{name}.experts", num_experts, hidden_size, intermediate_size)
         context.weights.finishers.append(partial(self.format.finish_experts, self.weights))
         self.lora = context.lora
         if context.lora is not None:
-            self.gate_up_table = context.lora.create_table(num_experts)
-            self.down_table = context.lora.create_table(num_experts)
+            self.gate_up_table = context.lora.create_table(num_local)
+            self.down_table = context.lora.create_table(num_local)
             self._offer(context.lora, f"{name}.experts", num_experts, hidden_size, intermediate_size)
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         weights, ids = self.backend.route(self.router(x, lora), self.top_k, renormalize=self.renormalize)
         adapters = None if lora is None else self._adapters(lora)
+        if self.is_divided:
+            return self.tp.all_reduce(self._apply_own(x, weights, ids, adapters))
         return self.tp.all_reduce(self.format.apply_experts(x, self.weights, weights, ids, adapters))
+
+    def _apply_own(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, adapters: ExpertAdapters | None
+    ) -> torch.Tensor:
+        """The summands of this rank's experts: each of its (token, expert) pairs as a token with one
+        expert."""
+        tokens, places = ((ids >= self.experts.start) & (ids < self.experts.stop)).nonzero(as_tuple=True)
+        own = (ids[tokens, places] - self.experts.start).unsqueeze(1)
+        delta = None if adapters is None else _OfTokens(adapters, x, tokens)
+        rows = self.format.apply_experts(
+            x[tokens], self.weights, weights[tokens, places].unsqueeze(1), own, delta
+        )
+        outputs = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)
+        outputs[tokens, places] = rows.float()
+        return outputs.sum(1).to(x.dtype)
 
     def _adapters(self, lora: LoraBatch) -> ExpertAdapters | None:
         """None where no adapter of the step has anything for these experts."""
@@ -77,7 +109,8 @@ class SparseMoE:
     ) -> None:
         everything = slice(0, hidden_size)
         local = self.part.stop - self.part.start
-        for expert in range(num_experts):
+        registry.num_elsewhere += 3 * (num_experts - (self.experts.stop - self.experts.start))
+        for group, expert in enumerate(range(self.experts.start, self.experts.stop)):
             for part, start in (("gate", 0), ("up", local)):
                 registry.offer(
                     AdaptableModule(
@@ -88,8 +121,8 @@ class SparseMoE:
                         table=self.gate_up_table,
                         outputs=(OutputPart(self.part, start),),
                         inputs=everything,
-                        base=partial(self.format.dequantize_expert, self.weights, expert, part),
-                        group=expert,
+                        base=partial(self.format.dequantize_expert, self.weights, group, part),
+                        group=group,
                     )
                 )
             registry.offer(
@@ -101,9 +134,9 @@ class SparseMoE:
                     table=self.down_table,
                     outputs=(OutputPart(everything, 0),),
                     inputs=self.part,
-                    base=partial(self.format.dequantize_expert, self.weights, expert, "down"),
-                    partial=True,
-                    group=expert,
+                    base=partial(self.format.dequantize_expert, self.weights, group, "down"),
+                    partial=not self.is_divided,
+                    group=group,
                 )
             )
 
@@ -128,8 +161,11 @@ class SparseMoE:
         )
 
     def _load(self, expert: int, part: str, tensor: Source) -> None:
+        if not self.experts.start <= expert < self.experts.stop:
+            return
         source = (EVERYTHING, self.part) if part == "down" else (self.part, EVERYTHING)
-        self.format.load_expert(self.weights, expert, part, tensor, Shard(source, (EVERYTHING, EVERYTHING)))
+        shard = Shard(source, (EVERYTHING, EVERYTHING))
+        self.format.load_expert(self.weights, expert - self.experts.start, part, tensor, shard)
 
     def _load_stacked_gate_up(self, tensor: torch.Tensor) -> None:
         for expert, gate_up in enumerate(tensor):
@@ -140,3 +176,22 @@ class SparseMoE:
     def _load_stacked_down(self, tensor: torch.Tensor) -> None:
         for expert, down in enumerate(tensor):
             self._load(expert, "down", down)
+
+
+class _OfTokens:
+    """What adapters add inside the experts where rows are tokens of `x`, given again for each of their
+    experts."""
+
+    def __init__(self, adapters: ExpertAdapters, x: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.adapters = adapters
+        self.x = x
+        self.tokens = tokens
+
+    def add_gate_up(self, y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups) -> None:
+        self.adapters.add_gate_up(y, self.x, self._whole(groups))
+
+    def add_down(self, y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups) -> None:
+        self.adapters.add_down(y, x, self._whole(groups))
+
+    def _whole(self, groups: ExpertGroups) -> ExpertGroups:
+        return ExpertGroups(self.tokens[groups.tokens], groups.experts)

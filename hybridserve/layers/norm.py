@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hybridserve.layers.footprint import OTHER
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -23,6 +25,7 @@ class RMSNorm:
         self.eps = eps
         self.backend = context.pointwise
         self.weight = context.allocate(size, dtype=dtype)
+        context.footprint.widen(OTHER, 3 * size)  # what came in, what the norm gives, what a layer adds
         context.weights.expect(f"{name}.weight", self.sizes, self._load)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,15 @@ class ModelWeights:
     num_parameters: of the whole model, each counted once.
     num_active_parameters: those that a token reads on average, the input embedding apart.
     num_bytes: what this rank allocates for its share.
+
+    A stage of a pipeline counts and expects what is its own; modules of other stages are `skipped`.
     """
 
     tensors: dict[str, CheckpointTensor] = field(default_factory=dict)
     finishers: list[Callable[[], None]] = field(default_factory=list)
     """Called once, in order, when everything has been loaded."""
+    skipped: list[str] = field(default_factory=list)
+    """Modules whose tensors a checkpoint may hold, and which are none of this rank's business."""
     num_parameters: int = 0
     num_active_parameters: float = 0
     num_bytes: int = 0
@@ -63,9 +67,13 @@ class ModelWeights:
         *,
         active: float = 1.0,
         load_scaled: Callable[[ScaledWeight], None] | None = None,
+        counted: bool = True,
     ) -> None:
-        """A tensor that must be loaded; `active` is the share of it that a token reads on average."""
+        """A tensor that must be loaded; `active` is the share of it that a token reads on average. One that
+        another stage has too is `counted` there."""
         self._add(name, CheckpointTensor(shape, load, (name,), load_scaled=load_scaled))
+        if not counted:
+            return
         self.num_parameters += math.prod(shape)
         self.num_active_parameters += math.prod(shape) * active
 
@@ -80,6 +88,14 @@ class ModelWeights:
     ) -> None:
         """A tensor that a checkpoint may hold instead of those it covers."""
         self._add(name, CheckpointTensor(shape, load, covers, last))
+
+    def skip(self, *modules: str) -> None:
+        """Leave modules to other stages, with all that is in them."""
+        self.skipped += modules
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor is in one of those."""
+        return any(name.startswith(f"{module}.") for module in self.skipped)
 
     def _add(self, name: str, tensor: CheckpointTensor) -> None:
         if name in self.tensors:

@@ -15,7 +15,7 @@ from hybridserve.layers.mamba1 import MambaMixer
 from hybridserve.layers.mlp import GatedMLP
 from hybridserve.layers.moe import SparseMoE
 from hybridserve.layers.norm import RMSNorm
-from hybridserve.models.base import CausalLM
+from hybridserve.models.base import CausalLM, Stage
 from hybridserve.models.config import FamilyConfig, Size
 
 if TYPE_CHECKING:
@@ -146,22 +146,39 @@ class JambaForCausalLM(CausalLM):
         vocab_size, hidden_size, tied = parsed.vocab_size, parsed.hidden_size, parsed.tie_word_embeddings
         self.vocab_size = vocab_size
         self.max_position_embeddings = parsed.max_position_embeddings
-        self.embed_tokens = VocabParallelEmbedding(
-            context, "model.embed_tokens", vocab_size, hidden_size, tied=tied
+        self.stage = Stage(
+            context,
+            parsed.num_hidden_layers,
+            hidden_size,
+            layers="model.layers",
+            embedding="model.embed_tokens",
+            head=("model.final_layernorm", "lm_head"),
+            tied=tied,
         )
-        self.layers = [JambaLayer(parsed, context, index) for index in range(parsed.num_hidden_layers)]
-        self.final_layernorm = RMSNorm(context, "model.final_layernorm", hidden_size, parsed.rms_norm_eps)
-        self.lm_head = LMHead(
-            context, "lm_head", vocab_size, hidden_size, tied_to=self.embed_tokens if tied else None
-        )
+        if self.stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(
+                context, "model.embed_tokens", vocab_size, hidden_size, tied=tied
+            )
+        self.layers = [JambaLayer(parsed, context, index) for index in self.stage.layers]
+        if self.stage.is_last:
+            self.final_layernorm = RMSNorm(context, "model.final_layernorm", hidden_size, parsed.rms_norm_eps)
+            self.lm_head = LMHead(
+                context, "lm_head", vocab_size, hidden_size, tied_to=self.embed_tokens if tied else None
+            )
         self.cache_specs = context.cache_specs
         self.weights = context.weights
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids, context.lora)
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
+        if self.stage.is_first:
+            hidden = self.embed_tokens(input_ids, context.lora)
+        else:
+            hidden = self.stage.receive(len(input_ids))
         for layer in self.layers:
             hidden = layer(hidden, context)
-        return self.final_layernorm(hidden)
+        if self.stage.is_last:
+            return self.final_layernorm(hidden)
+        self.stage.send(hidden)
+        return None
 
-    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         return self.lm_head(hidden, lora)

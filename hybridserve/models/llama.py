@@ -15,7 +15,7 @@ from hybridserve.layers.embedding import LMHead, VocabParallelEmbedding
 from hybridserve.layers.mlp import GatedMLP
 from hybridserve.layers.norm import RMSNorm
 from hybridserve.layers.rotary import RopeScaling, RotaryEmbedding
-from hybridserve.models.base import CausalLM
+from hybridserve.models.base import CausalLM, Stage
 from hybridserve.models.config import FamilyConfig, Size
 
 if TYPE_CHECKING:
@@ -153,34 +153,49 @@ class LlamaForCausalLM(CausalLM):
             raise ValueError(f"config.json: partial_rotary_factor: {partial:g}: only 1 is supported")
         self.vocab_size = vocab_size
         self.max_position_embeddings = longest
-        self.embed_tokens = VocabParallelEmbedding(
-            context, "model.embed_tokens", vocab_size, hidden_size, tied=tied
+        self.stage = Stage(
+            context,
+            parsed.num_hidden_layers,
+            hidden_size,
+            layers="model.layers",
+            embedding="model.embed_tokens",
+            head=("model.norm", "lm_head"),
+            tied=tied,
         )
+        if self.stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(
+                context, "model.embed_tokens", vocab_size, hidden_size, tied=tied
+            )
         self.rotary = RotaryEmbedding(scaling, context.dtype, context.device)
-        self.layers = [
-            LlamaLayer(parsed, context, index, head_dim) for index in range(parsed.num_hidden_layers)
-        ]
-        self.norm = RMSNorm(context, "model.norm", hidden_size, parsed.rms_norm_eps)
-        self.lm_head = LMHead(
-            context, "lm_head", vocab_size, hidden_size, tied_to=self.embed_tokens if tied else None
-        )
+        self.layers = [LlamaLayer(parsed, context, index, head_dim) for index in self.stage.layers]
+        if self.stage.is_last:
+            self.norm = RMSNorm(context, "model.norm", hidden_size, parsed.rms_norm_eps)
+            self.lm_head = LMHead(
+                context, "lm_head", vocab_size, hidden_size, tied_to=self.embed_tokens if tied else None
+            )
         self.cache_specs = context.cache_specs
         self.weights = context.weights
-        self._ignore_saved_frequencies(parsed.num_hidden_layers, head_dim)
+        self._ignore_saved_frequencies(head_dim)
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.embed_tokens(input_ids, context.lora)
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
+        if self.stage.is_first:
+            hidden = self.embed_tokens(input_ids, context.lora)
+        else:
+            hidden = self.stage.receive(len(input_ids))
         rotation = self.rotary(context.positions)
         for layer in self.layers:
             hidden = layer(hidden, context, rotation)
-        return self.norm(hidden)
+        if self.stage.is_last:
+            return self.norm(hidden)
+        self.stage.send(hidden)
+        return None
 
-    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         return self.lm_head(hidden, lora)
 
-    def _ignore_saved_frequencies(self, num_layers: int, head_dim: int) -> None:
+    def _ignore_saved_frequencies(self, head_dim: int) -> None:
         """Old checkpoints hold rotary frequencies a layer; they follow from the config."""
-        for index in range(num_layers):
+        for index in self.stage.layers:
             name = f"model.layers.{index}.self_attn.rotary_emb.inv_freq"
             self.weights.accept(name, (head_dim // 2,), lambda _: None, covers=())
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from hybridserve.layers.embedding import LMHead, VocabParallelEmbedding
 from hybridserve.layers.mamba1 import MambaMixer
 from hybridserve.layers.norm import RMSNorm
-from hybridserve.models.base import CausalLM
+from hybridserve.models.base import CausalLM, Stage
 from hybridserve.models.config import FamilyConfig, Size
 
 if TYPE_CHECKING:
@@ -71,29 +71,49 @@ class MambaForCausalLM(CausalLM):
         self.max_position_embeddings = None
         self.dtype = context.dtype
         self.residual_dtype = torch.float32 if parsed.residual_in_fp32 else context.dtype
-        self.embeddings = VocabParallelEmbedding(
+        self.stage = Stage(
             context,
-            "backbone.embeddings",
-            vocab_size,
+            parsed.num_hidden_layers,
             hidden_size,
+            layers="backbone.layers",
+            embedding="backbone.embeddings",
+            head=("backbone.norm_f", "lm_head"),
             tied=tied,
-            aliases=("backbone.embedding",),
+            dtype=self.residual_dtype,
         )
-        self.layers = [MambaLayer(parsed, context, index) for index in range(parsed.num_hidden_layers)]
-        self.norm_f = RMSNorm(
-            context, "backbone.norm_f", hidden_size, parsed.layer_norm_epsilon, dtype=self.residual_dtype
-        )
-        self.lm_head = LMHead(
-            context, "lm_head", vocab_size, hidden_size, tied_to=self.embeddings if tied else None
-        )
+        if self.stage.has_embedding:
+            self.embeddings = VocabParallelEmbedding(
+                context,
+                "backbone.embeddings",
+                vocab_size,
+                hidden_size,
+                tied=tied,
+                aliases=("backbone.embedding",),
+            )
+        else:
+            context.weights.skip("backbone.embedding")
+        self.layers = [MambaLayer(parsed, context, index) for index in self.stage.layers]
+        if self.stage.is_last:
+            self.norm_f = RMSNorm(
+                context, "backbone.norm_f", hidden_size, parsed.layer_norm_epsilon, dtype=self.residual_dtype
+            )
+            self.lm_head = LMHead(
+                context, "lm_head", vocab_size, hidden_size, tied_to=self.embeddings if tied else None
+            )
         self.cache_specs = context.cache_specs
         self.weights = context.weights
 
-    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        residual = self.embeddings(input_ids, context.lora).to(self.residual_dtype)
+    def forward(self, input_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
+        if self.stage.is_first:
+            residual = self.embeddings(input_ids, context.lora).to(self.residual_dtype)
+        else:
+            residual = self.stage.receive(len(input_ids))
         for layer in self.layers:
             residual = layer(residual, context)
-        return self.norm_f(residual).to(self.dtype)
+        if self.stage.is_last:
+            return self.norm_f(residual).to(self.dtype)
+        self.stage.send(residual)
+        return None
 
-    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor | None:
         return self.lm_head(hidden, lora)

@@ -20,8 +20,20 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1}
-"""Of a dtype, as safetensors spells it."""
+DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""By how safetensors spells them."""
+
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -55,6 +67,11 @@ class SafetensorsFile:
         with safe_open(self.path, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
+
+    def outline(self, name: str) -> torch.Tensor:
+        """Its shape and dtype on the meta device; nothing is read."""
+        entry = self.entries[name]
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
 
 
 class SafetensorsWriter:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "StoredTensor",
+    "check_weights",
     "eos_token_ids",
+    "has_weights",
     "load_model",
     "load_weights",
     "resolve_model",
@@ -50,6 +52,19 @@ def load_model(path: Path, context: BuildContext) -> CausalLM:
     model = build_model(config, context)
     load_weights(model, path)
     return model
+
+
+def check_weights(model: CausalLM, path: Path) -> Checkpoint:
+    """Go through the motions of loading a model that was built on the meta device: every tensor is found, cut
+    for this rank and put where it belongs, and no byte of any is read.
+
+    Raises ValueError, naming the tensor, as `load_weights` would; what only the numbers tell, such as an
+    infinity, stays unknown.
+    """
+    checkpoint = Checkpoint(path, model.weights, materialize=False)
+    for stored in checkpoint.tensors:
+        checkpoint.load(stored)
+    return checkpoint
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
@@ -79,10 +94,13 @@ class Checkpoint:
     tensors: those to be loaded, in the order of the files; ones that look at others come last.
     """
 
-    def __init__(self, path: Path, weights: ModelWeights) -> None:
+    def __init__(self, path: Path, weights: ModelWeights, *, materialize: bool = True) -> None:
         """Raises ValueError, with the tensor's name, unless each tensor is there once and nothing is left
-        over."""
+        over. With `materialize` off, tensors are loaded as outlines: for a model on the meta device."""
+        self._read = SafetensorsFile.read if materialize else SafetensorsFile.outline
+        self._materialize = materialize
         self.files = [SafetensorsFile(file) for file in weight_files(path)]
+        self._weights = weights
         self._expected = weights.tensors
         self._places = {name: file for file in self.files for name in file.entries}
         self._covered: dict[str, Path] = {}
@@ -98,16 +116,21 @@ class Checkpoint:
     def load(self, stored: StoredTensor) -> None:
         """Read it, and give it to the model. ValueError, with its name, if its format can't take it."""
         expected = self._expected[stored.name]
+        if expected.last and not self._materialize:  # it looks at the numbers of others
+            return
         try:
             if stored.quantized:
                 self._load_quantized(stored, expected)
             else:
-                expected.load(stored.file.read(stored.stored_name))
+                expected.load(self._read(stored.file, stored.stored_name))
         except WeightError as error:
             raise ValueError(f"{stored.file.path}: the tensor {stored.stored_name!r} {error}") from None
 
     def _identify(self, file: SafetensorsFile, name: str) -> StoredTensor | None:
-        """None for what is read together with something else, or adds nothing to it."""
+        """None for what is read together with something else, adds nothing to it, or belongs to another
+        stage."""
+        if self._weights.skips(name):
+            return None
         module, _, part = name.rpartition(".")
         if part == compressed_tensors.PACKED:
             return StoredTensor(file, name, f"{module}.weight", True)
@@ -127,10 +150,10 @@ class Checkpoint:
         scale_name = f"{stored.name.removesuffix('.weight')}.{compressed_tensors.SCALE}"
         if scale_name not in self._places:
             raise WeightError(f"is quantized, but its scales {scale_name!r} are missing")
-        codes = stored.file.read(stored.stored_name)
+        codes = self._read(stored.file, stored.stored_name)
         if stored.stored_name != stored.name:
             codes = compressed_tensors.unpack(codes)
-        scale = self._places[scale_name].read(scale_name)
+        scale = self._read(self._places[scale_name], scale_name)
         expected.load_scaled(compressed_tensors.join(codes, scale, scale_name))
 
     def _check(self, stored: StoredTensor) -> None:
@@ -159,6 +182,11 @@ class Checkpoint:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a model directory has weights that can be read, and not its config.json alone."""
+    return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
 
 
 def weight_files(path: Path) -> list[Path]:

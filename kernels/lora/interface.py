@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hybridserve.kernels.moe.interface import ExpertGroups
 
-CHUNK_ROWS = 16
+CHUNK_ROWS = 32
 """Rows of one adapter that a tile of a grouped kernel takes at most."""
 
 

@@ -8,7 +8,7 @@
 
 #include <omp.h>
 
-#define CHUNK_ROWS 16 /* as in interface.py */
+#define CHUNK_ROWS 32 /* as in interface.py */
 #define VECTORS 4     /* of sums of a row that are in registers together */
 #define STRIP (VECTORS * LANES)
 #define AHEAD 2       /* strips of B that are on their way from memory */

@@ -198,3 +198,54 @@ def test_one_sequence_matters_more_than_the_padding() -> None:
     assert holds(specs, 4, 55_000, too_small)
     # where it fits anyway, nothing changes
     assert CacheLayout.build(specs, 4, 2**24, 128) == CacheLayout.build(specs, 4, 2**24)
+
+
+def test_stages_share_ids_and_not_bytes() -> None:
+    """D17, on Jamba-Large in two stages of eight ranks: 4 and 5 attention layers, 32 and 31 Mamba layers."""
+    kv = PagedKVSpec(num_kv_heads=1, head_dim=128, dtype="bfloat16")
+    state = StateSpec((StateTensor("conv", (2048, 3), "bfloat16"), StateTensor("ssm", (2048, 16), "float32")))
+    layers = [kv if i % 8 == 4 else state for i in range(72)]
+    whole, stages = CacheLayout.build_stages([layers[:36], layers[36:]], 16, 20 << 30)
+    for stage in stages:
+        assert stage.slab_bytes == max(
+            stage.blocks_per_slab * stage.bytes_per_block, stage.slots_per_slab * stage.bytes_per_slot
+        )
+        assert (stage.blocks_per_slab, stage.slots_per_slab) == (whole.blocks_per_slab, whole.slots_per_slab)
+        assert stage.num_slabs == whole.num_slabs == (20 << 30) // whole.slab_bytes
+    assert whole.bytes_per_block == stages[1].bytes_per_block == 5 * 16 * 2 * 128 * 2
+    assert whole.bytes_per_slot == stages[0].bytes_per_slot == 32 * 2048 * (3 * 2 + 16 * 4)
+    assert whole.padding <= 0.01
+    # no cut holds more of either: 5 layers of blocks fill the second stage, 32 of slots the first
+    assert [round(stage.padding, 2) for stage in stages] == [0.25, 0.03]
+
+
+@given(
+    stages=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4),
+    channels=st.integers(1, 300),
+    head_dim=st.integers(1, 128),
+    scale=st.integers(16, 3000),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_stages(stages: list[tuple[int, int]], channels: int, head_dim: int, scale: int) -> None:
+    """Whatever layers each has: its memory is that of its own, and fits where the largest does."""
+    kv = PagedKVSpec(2, head_dim, "float16")
+    state = StateSpec((StateTensor("h", (channels, 8), "float32"),))
+    specs = [[kv] * num_attention + [state] * num_recurrent for num_attention, num_recurrent in stages]
+    if not any(specs):
+        return
+    arena_bytes = scale * 100_000
+    whole, layouts = CacheLayout.build_stages(specs, 16, arena_bytes)
+    check(whole, arena_bytes)
+    for (num_attention, num_recurrent), layout in zip(stages, layouts, strict=True):
+        assert layout.bytes_per_block == num_attention * 16 * 2 * 2 * head_dim * 2
+        assert (layout.bytes_per_slot > 0) == (num_recurrent > 0)
+        assert layout.slab_bytes <= whole.slab_bytes
+        assert layout.num_slabs * layout.slab_bytes <= arena_bytes
+        for count, stride, raw in (
+            (layout.blocks_per_slab, layout.block_stride, layout.bytes_per_block),
+            (layout.slots_per_slab, layout.slot_stride, layout.bytes_per_slot),
+        ):
+            assert count * stride == (layout.slab_bytes if raw else 0)
+            assert stride >= raw
+    ids = {(layout.num_slabs, layout.blocks_per_slab, layout.slots_per_slab) for layout in (whole, *layouts)}
+    assert len(ids) == 1

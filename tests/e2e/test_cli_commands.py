@@ -56,7 +56,7 @@ def test_import_brings_neither_torch_nor_pydantic():
 def test_what_no_guard_covers_imports_nothing():
     """An interrupt during these is a traceback, so they must take no time."""
     brought = imported_by("import hybridserve.__main__") - imported_by("pass")
-    assert brought <= {"__future__", "hybridserve", "hybridserve.__main__"}
+    assert brought <= {"__future__", "hybridserve", "hybridserve.__main__", "hybridserve.version"}
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])

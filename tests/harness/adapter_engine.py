@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hybridserve.engine.adapters import AdapterInfo
+    from hybridserve.engine.messages import AdapterInfo
     from tests.harness.adapters import Kit
 
 

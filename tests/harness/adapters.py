@@ -17,21 +17,22 @@ import pytest
 import torch
 
 from hybridserve.distributed.tp import TPGroup
+from hybridserve.kernels import attention, gemm, lora, moe, pointwise, ssm
 from hybridserve.kernels.lora.reference import Reference as ReferenceLora
+from hybridserve.kernels.registry import Capabilities
 from hybridserve.layers.lora import LoraRegistry
 from hybridserve.lora.adapter import read_adapter
 from hybridserve.lora.layers import place_adapter, remove
-from tests.harness.models import load_runner, save_model
+from tests.harness.models import Backends, load_runner, save_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from hybridserve.kernels.lora.interface import LoraBackend
+    from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
     from hybridserve.lora.layers import PlacedAdapter
-    from hybridserve.quant.policy import Quantization
-    from tests.harness.models import Backends
 
     Tensors = dict[str, torch.Tensor]
 
@@ -172,6 +173,22 @@ def edit_tensors(path: Path, change: Callable[[Tensors], Tensors | None]) -> Non
     save_file({key: tensor.clone() for key, tensor in tensors.items()}, file)
 
 
+def save_zero_row(base: Path, path: Path, module: str, row: int = 0) -> Path:
+    """A DoRA adapter that takes one row of a module's weight to zero, which has no direction any more."""
+    from safetensors.torch import load_file, save_file
+
+    weight = load_file(base / "model.safetensors")[f"{module}.weight"].float()
+    A, B = -weight[row : row + 1], torch.zeros(len(weight), 1)
+    B[row] = 1
+    key = f"base_model.model.{module}.lora_"
+    path.mkdir()
+    tensors = {"A.weight": A, "B.weight": B, "magnitude_vector": torch.ones(len(weight))}
+    save_file({key + name: tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": True}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 def refused(runner: AdaptedRunner, path: Path, *words: str, max_rank: int = 64) -> None:
     """Reading the adapter fails, and the message says where and why, in one line that is not long."""
     with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
@@ -226,18 +243,20 @@ class AdaptedRunner:
         num_slots: int = 4,
         dtype: torch.dtype = torch.float32,
         tp: TPGroup | None = None,
-        quantization: Quantization | None = None,
+        modules: Mapping[str, AdaptableModule] | None = None,
+        **options: Any,
     ) -> None:
+        """`modules`: of all ranks together, where this one has not all of them; `options` as for
+        `Backends.context`."""
         self.dtype = dtype
         self.tp = tp or TPGroup.single()
         self.registry = LoraRegistry(lora or ReferenceLora(), num_slots)
-        self.runner = load_runner(
-            base, backends, dtype=dtype, tp=self.tp, lora=self.registry, quantization=quantization
-        )
+        self.runner = load_runner(base, backends, dtype=dtype, tp=self.tp, lora=self.registry, **options)
         self.modules = self.registry.modules
+        self.all_modules = modules or self.modules
 
     def read(self, path: Path, max_rank: int = 64) -> Adapter:
-        return read_adapter(path, self.modules, max_rank=max_rank)
+        return read_adapter(path, self.all_modules, max_rank=max_rank, dtype=self.dtype)
 
     def place(self, path: Path) -> PlacedAdapter:
         return place_adapter(self.read(path), self.modules, self.dtype, torch.device("cpu"), self.tp)
@@ -257,6 +276,19 @@ class AdaptedRunner:
         sequence.num_computed = 0
         sequence.adapter_slot, sequence.adapter_start = slot, start
         return self.runner.run(ids, chunk)
+
+
+def backends_named(name: str, dtype: str = "float32") -> tuple[Backends, LoraBackend]:
+    """The backends of this name, of every operator that has one. Skips the test where they can't run."""
+    found = {}
+    for operator in (attention, ssm, gemm, moe, pointwise, lora):
+        backend = next((backend for backend in operator.BACKENDS if backend.name == name), None)
+        if backend is not None:
+            if (reason := backend.why_not(Capabilities("cpu", dtype))) is not None:
+                pytest.skip(f"{backend.__module__}: {reason}")
+            found[operator.__name__.rpartition(".")[2]] = backend()
+    kernel = found.pop("lora")
+    return Backends(**found), kernel
 
 
 def _load(base: Path) -> torch.nn.Module:

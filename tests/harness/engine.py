@@ -129,6 +129,10 @@ class GuardedExecutor(Executor):
     def adaptable_modules(self) -> Mapping[str, AdaptableModule]:
         return self.worker.adaptable_modules if self.worker else {}
 
+    def check_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> None:
+        assert self.worker is not None
+        self.worker.check_adapter(adapter, pause)
+
     def stage_adapter(self, adapter: Adapter, pause: Callable[[], None]) -> Any:
         assert self.worker is not None
         return self.worker.stage_adapter(adapter, pause)
@@ -281,6 +285,9 @@ class Guarded:
         cache = self.core.scheduler.cache  # another one after a restart
         cache.check_integrity([])
         assert (cache.blocks.num_free, cache.slots.num_free, cache.slabs.num_free) == self._initial
+        while self.core.adapters.num_loading:  # for requests that have been aborted
+            self.core.adapters.wait()
+            self.core._finish_loads()
         self.core.scheduler.adapters.check_integrity({})
         assert all(info.num_refs == 0 for info in self.core.adapters.infos())
         if self.executor.worker is not None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hybridserve.core.cache_spec import PagedKVSpec
+from hybridserve.distributed.pipeline import PipelineStage
 from hybridserve.distributed.tp import TPGroup
 from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
 from hybridserve.kernels.attention.reference import Reference as ReferenceAttention
@@ -141,6 +142,8 @@ class Backends:
         max_model_len: int | None = None,
         lora: LoraRegistry | None = None,
         quantization: Quantization | None = None,
+        pipeline: PipelineStage | None = None,
+        expert_parallel: bool = False,
     ) -> BuildContext:
         return BuildContext(
             dtype=dtype,
@@ -160,6 +163,8 @@ class Backends:
             state_dtype="float32",
             max_model_len=max_model_len,
             lora=lora,
+            pipeline=pipeline or PipelineStage.single(),
+            expert_parallel=expert_parallel,
         )
 
 
@@ -201,7 +206,8 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[int, Sequence[int]]], position_offset: int = 0) -> list[torch.Tensor]:
-        """`work`: (sequence index, its next tokens). Returns the logits [tokens, vocab] of each."""
+        """`work`: (sequence index, its next tokens). Returns the logits [tokens, vocab] of each; nothing on
+        ranks that have none."""
         tokens = [torch.tensor(ids) for _, ids in work]
         lens = [len(ids) for ids in tokens]
         sequences = [self.sequences[index] for index, _ in work]
@@ -243,13 +249,14 @@ class Runner:
         hidden = self.model(torch.cat(tokens), context)
         for sequence, length in zip(sequences, lens, strict=True):
             sequence.num_computed += length
-        return list(self.model.logits(hidden, context.lora).split(lens))
+        logits = None if hidden is None else self.model.logits(hidden, context.lora)
+        return [] if logits is None else list(logits.split(lens))
 
     def run(self, ids: Sequence[int], chunk: int | None = None, sequence: int = 0) -> torch.Tensor:
         """All of a sequence, in chunks: logits [tokens, vocab]."""
         chunk = chunk or len(ids)
-        parts = [self.step([(sequence, ids[i : i + chunk])])[0] for i in range(0, len(ids), chunk)]
-        return torch.cat(parts)
+        parts = [self.step([(sequence, ids[i : i + chunk])]) for i in range(0, len(ids), chunk)]
+        return torch.cat([logits for part in parts for logits in part] or [torch.empty(0)])
 
     def states(self, sequence: int = 0) -> list[tuple[torch.Tensor, ...]]:
         """The state tensors of each recurrent layer, in order."""

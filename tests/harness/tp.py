@@ -50,6 +50,10 @@ class ThreadTPGroup(TPGroup):
         assert self.meeting is not None
         return torch.cat(self.meeting.exchange(self.rank, x), -1)
 
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        gathered = self.all_gather(x)
+        return gathered if self.rank == 0 else None
+
 
 def run_ranks(size: int, work: Callable[[TPGroup], T]) -> list[T]:
     """`work(group)` on every rank at once; the results in the order of the ranks."""

@@ -115,6 +115,55 @@ def test_a_stream_goes_on_while_its_adapter_is_replaced_and_unloaded(llm: LLM) -
     assert begin + "".join(stream) == expected
 
 
+def test_s030_a_stream_is_bound_when_it_is_asked_for(llm: LLM) -> None:
+    """Not when its first piece is."""
+    (expected,) = texts(llm, ["python"])
+    llm.load_adapter("n", "python")
+    streams = [llm.stream(PROMPT, GREEDY, adapter="n") for _ in range(2)]
+    llm.load_adapter("n", "scripture")
+    assert llm.unload_adapter("n")
+    assert ["".join(stream) for stream in streams] == [expected] * 2
+    with pytest.raises(ValueError, match=r"^adapter: 'n' is unknown"):
+        llm.stream(PROMPT, GREEDY, adapter="n")
+
+
+def test_a_stream_that_nobody_begins_leaves_nothing(llm: LLM) -> None:
+    for end in ("close", "forget"):
+        stream = llm.stream(PROMPT, GREEDY, adapter="python")
+        assert {i.name: i.num_refs for i in llm.list_adapters()}["python"] == 1
+        if end == "close":
+            stream.close()
+            assert list(stream) == []
+        del stream
+        assert all(info.num_refs == 0 for info in llm.list_adapters())
+        assert llm.stats()["num_waiting"] == 0
+
+
+def test_a_load_lets_others_go_on_and_loses_nothing_of_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (expected,) = texts(llm, ["python"], params=params)
+    stream = llm.stream(PROMPT, params, adapter="python")
+    text = next(stream)
+    before = llm.stats()["num_steps"]
+    llm.load_adapter("n", "scripture")
+    assert llm.stats()["num_steps"] > before
+    assert text + "".join(stream) == expected
+    assert llm.unload_adapter("n")
+
+
+def test_a_load_that_is_broken_off_does_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._core.adapters, "wait", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.load_adapter("n", "scripture")
+    llm.load_adapter("m", "shakespeare")  # comes after it
+    assert [info.name for info in llm.list_adapters()] == ["m", *NAMES]
+    assert llm.unload_adapter("m")
+
+
 def test_stop_strings_and_closed_streams_return_references(llm: LLM) -> None:
     (text,) = texts(llm, ["python"])
     stop = SamplingParams(temperature=0, max_tokens=12, stop=(text[3:6],), n=2)
@@ -140,7 +189,7 @@ def test_nothing_is_kept_of_requests_that_are_refused(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "name", ["../x", "/etc", "a/../../b", "a\0b", "x" * 10_000, "\u0430dmin", "", "demo", 3, None]
 )
-def test_l060_names(llm: LLM, name: Any) -> None:
+def test_s025_l060_names(llm: LLM, name: Any) -> None:
     with pytest.raises(ValueError, match=r"^adapter: "):
         llm.load_adapter(name, "python")
     with pytest.raises(ValueError, match=r"^adapter: "):
@@ -150,7 +199,7 @@ def test_l060_names(llm: LLM, name: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["../x", "/etc", "link", "python/../../x", "a\0b", "x" * 10_000, "", 3, None, "."]
 )
-def test_s004_paths(llm: LLM, path: Any, tmp_path: Path) -> None:
+def test_s025_paths(llm: LLM, path: Any, tmp_path: Path) -> None:
     shutil.copytree(BUNDLED["python"], tmp_path / "outside")
     link = llm.root / "link"  # type: ignore[attr-defined]
     link.unlink(missing_ok=True)
@@ -160,7 +209,7 @@ def test_s004_paths(llm: LLM, path: Any, tmp_path: Path) -> None:
     assert [info.name for info in llm.list_adapters()] == list(NAMES)
 
 
-def test_pickles_are_refused_unread(llm: LLM) -> None:
+def test_s004_pickles_are_refused_unread(llm: LLM) -> None:
     folder = llm.root / "pickled"  # type: ignore[attr-defined]
     shutil.copytree(BUNDLED["python"], folder)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

@@ -10,9 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridserve.lora.adapter import AdapterError
+from hybridserve.lora.layers import check_adapter, place_adapter
 from hybridserve.lora.peft_config import CONFIG_FILE
 from hybridserve.lora.tensor_file import MAX_HEADER_BYTES, MAX_TENSORS, TensorFile
-from tests.harness.adapters import AdaptedRunner, AdapterSpec, Kit, edit_config, edit_tensors, refused
+from tests.harness.adapters import (
+    AdaptedRunner,
+    AdapterSpec,
+    Kit,
+    edit_config,
+    edit_tensors,
+    refused,
+    save_zero_row,
+)
 from tests.harness.models import random_ids
 
 if TYPE_CHECKING:
@@ -184,9 +193,6 @@ CASES: dict[str, tuple[Callable[[Tensors], Any], tuple[str, ...]]] = {
     "wrong hidden size": (put(f"{Q}.lora_A.weight", 2, 33), ("[2, 33]", "[2, 32]", f"{Q}.lora_A.weight")),
     "wrong outputs": (put(f"{Q}.lora_B.weight", 31, 2), ("[31, 2]", "[32, 2]")),
     "ranks differ": (put(f"{Q}.lora_B.weight", 32, 3), ("[32, 3]", "[32, 2]")),
-    "3-D": (put(f"{Q}.lora_A.weight", 2, 32, 1), ("[2, 32, 1]",)),
-    "1-D": (put(f"{Q}.lora_A.weight", 64), ("[64]",)),
-    "0-D": (put(f"{Q}.lora_A.weight"), ("[]",)),
     "rank 0": (
         lambda t: {k: x[:0] if "lora_A" in k else x[:, :0] for k, x in t.items()},
         ("model.layers.2.self_attn.q_proj have rank 0",),
@@ -322,11 +328,101 @@ def test_adapter_of_another_family(kit: Kit, tmp_path: Path) -> None:
     refused(llama, kit.adapter("A"), "no such module")
 
 
-def test_values_too_large_for_the_dtype(kit: Kit, path: Path) -> None:
-    runner = AdaptedRunner(kit.base, dtype=torch.float16)
-    edit_tensors(path, put(f"{Q}.lora_B.weight", 32, 2, value=1e6))
-    with pytest.raises(ValueError, match=r"too large for torch.float16"):
-        runner.place(path)
+@pytest.mark.parametrize("role", ["A", "B"])
+@pytest.mark.parametrize("shape", [(2, 32, 1), (64,), (), (1, 1, 1)], ids=str)
+def test_what_is_no_matrix_says_nothing_of_the_other(
+    runner: AdaptedRunner, path: Path, role: str, shape: tuple[int, ...]
+) -> None:
+    key = f"{Q}.lora_{role}.weight"
+    edit_tensors(path, put(key, *shape))
+    refused(runner, path, key)
+    expected = {"A": "[2, 32]", "B": "[32, 2]"}[role]
+    assert unsupported(runner, path) == {key: f"{list(shape)}, but the base model makes it {expected}"}
+
+
+def test_two_that_are_no_matrices(runner: AdaptedRunner, path: Path) -> None:
+    for role in "AB":
+        edit_tensors(path, put(f"{Q}.lora_{role}.weight", 64))
+    assert unsupported(runner, path) == {
+        f"{Q}.lora_A.weight": "[64], but the base model makes it [r, 32]",
+        f"{Q}.lora_B.weight": "[64], but the base model makes it [32, r]",
+    }
+
+
+def unsupported(runner: AdaptedRunner, path: Path) -> Any:
+    with pytest.raises(AdapterError) as caught:
+        runner.read(path)
+    return caught.value.report.unsupported
+
+
+def test_l041_another_prefix_is_the_only_reason(kit: Kit, runner: AdaptedRunner, tmp_path: Path) -> None:
+    """Also for the copies of base weights that peft puts beside embeddings."""
+    path = kit.copy("A", tmp_path / "all")
+    prefix = "base_model.model."
+    edit_tensors(path, lambda tensors: {k.replace(prefix, f"{prefix}vlm."): x for k, x in tensors.items()})
+    reasons = unsupported(runner, path)
+    assert f"{prefix}vlm.lm_head.base_layer.weight" in reasons
+    assert set(reasons.values()) == {"this model has no such module"}
+    refused(runner, path, "no such module")
+
+
+LARGE = {torch.float16: 1e6, torch.bfloat16: 3.4e38, torch.float32: 1e39}
+
+
+@pytest.mark.parametrize("dtype", LARGE, ids=str)
+@pytest.mark.parametrize("role", ["A", "B"])
+def test_values_too_large_for_the_dtype(kit: Kit, path: Path, role: str, dtype: torch.dtype) -> None:
+    key = f"{Q}.lora_{role}.weight"
+
+    def enlarge(tensors: Tensors) -> None:
+        tensors[key] = tensors[key].double()
+        tensors[key][1, 1] = -LARGE[dtype]
+
+    edit_tensors(path, enlarge)
+    runner = AdaptedRunner(kit.base, dtype=dtype)
+    refused(runner, path, WEIGHTS, key, f"{LARGE[dtype]:.4g}", f"too large for {dtype}")
+    edit_tensors(path, lambda tensors: tensors.update({key: tensors[key] * 1e-3}))
+    runner.install(1, path)
+
+
+def test_a_bias_too_large_for_its_scale(kit: Kit, runner: AdaptedRunner, tmp_path: Path) -> None:
+    kit.adapter("biased", AdapterSpec(3, 2, ("q_proj",), config={"lora_bias": True}))
+    path = kit.copy("biased", tmp_path / "biased")
+    edit_tensors(path, put(f"{Q}.lora_B.bias", 32, value=1e38))
+    edit_config(path, lora_alpha=200)
+    refused(runner, path, f"{Q}.lora_B.bias", "1e+38", "too large for torch.float32")
+
+
+def test_dora_of_a_row_of_zeros(kit: Kit, runner: AdaptedRunner, tmp_path: Path) -> None:
+    """peft would compute NaN. Only the base weights tell, so reading it does not."""
+    name = "model.layers.1.mamba.out_proj"
+    path = save_zero_row(kit.base, tmp_path / "zero", name, row=5)
+    adapter = runner.read(path)
+    assert adapter.needs_base
+    arguments = (adapter, runner.modules, torch.float32, torch.device("cpu"), runner.tp)
+    for action in (check_adapter, place_adapter):
+        with pytest.raises(ValueError, match=rf"{path}: lora_magnitude_vector of {name}: .* row 5 .*norm 0"):
+            action(*arguments)
+    assert not runner.read(kit.adapter("A")).needs_base
+
+
+def test_s004_a_pickle_beside_the_tensors_is_never_read(
+    runner: AdaptedRunner, path: Path, tmp_path: Path
+) -> None:
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    before = runner.read(path)
+    for name in ("adapter_model.bin", "adapter_model.pt"):
+        torch.save(Malicious(), path / name)
+    adapter = runner.read(path)
+    assert adapter.report.unused.keys() == {"adapter_model.bin", "adapter_model.pt"}
+    assert all("never read" in reason for reason in adapter.report.unused.values())
+    assert (adapter.identity, adapter.report.applied) == (before.identity, before.report.applied)
+    (path / WEIGHTS).unlink()
+    refused(runner, path, "adapter_model.bin", "can run code", "convert it to safetensors")
+    assert not (tmp_path / "marker").exists()
 
 
 # ---- limits and reports

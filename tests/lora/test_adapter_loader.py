@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import threading
 import time
 from functools import partial
 
 import pytest
 
-from hybridserve.lora.loader import Loader
+from hybridserve.lora import loader as loader_module
+from hybridserve.lora.loader import LEISURE, Loader
+from tests.harness.interrupts import InterruptAt
 
 
 def drain(loader: Loader) -> None:
@@ -84,6 +88,52 @@ def test_waiting_ends_when_there_is_news_and_when_there_is_nothing_to_wait_for()
     assert time.monotonic() - begin < 10
     drain(loader)
     loader.close()
+
+
+def test_an_interrupt_at_any_point_leaves_the_loader_working() -> None:
+    """Of the calls that waiting for it and polling it make, one after the other."""
+    for number in itertools.count(1):
+        loader, outcomes = Loader("test"), []
+        loader.submit(lambda: 1, outcomes.append)
+        loader.submit(lambda: 2, outcomes.append)
+        time.sleep(0.002)
+        with InterruptAt(number, r"/loader\.py$|/threading\.py$") as point:
+            loader.poll()
+            loader.wait(0.002)
+            loader.poll()
+        drain(loader)
+        loader.submit(lambda: 3, outcomes.append)
+        drain(loader)
+        assert sorted(set(outcomes)) == [1, 2, 3]  # one that was interrupted when it was taken in comes again
+        loader.close()
+        if not point.has_raised:
+            assert number > 10
+            break
+
+
+def test_work_leaves_time_to_steps_only_while_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, slept = Loader("test"), []
+    now = [100.0]
+    monkeypatch.setattr(loader_module.time, "sleep", slept.append)
+    monkeypatch.setattr(loader_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loader_module.time, "thread_time", lambda: now[0])
+
+    def pauses() -> bool:
+        slept.clear()
+        now[0] += 0.01
+        loader.pause()
+        return slept == [pytest.approx(0.01 * LEISURE)]
+
+    loader.pause()
+    assert not pauses()
+    loader.leave_time(math.inf)
+    assert pauses()
+    loader.leave_time(0.015)
+    assert pauses()
+    assert not pauses()
+    loader.leave_time(math.inf)
+    loader.leave_time(0)
+    assert not pauses()
 
 
 def test_close_ends_the_thread_and_drops_what_waits() -> None:

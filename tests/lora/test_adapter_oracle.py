@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from hybridserve.kernels.attention.torch_native import TorchNative as NativeAttention
-from hybridserve.kernels.gemm.torch_native import TorchNative as NativeGemm
-from hybridserve.kernels.lora.reference import Reference
-from hybridserve.kernels.lora.torch_native import TorchNative
-from hybridserve.kernels.moe.torch_native import TorchNative as NativeMoE
-from hybridserve.kernels.ssm.torch_native import TorchNative as NativeSSM
+from hybridserve.kernels import lora
+from hybridserve.lora import adapter as adapter_module
 from tests.harness.adapters import (
     ADAPTERS,
     ATTENTION,
@@ -25,20 +22,23 @@ from tests.harness.adapters import (
     AdapterSpec,
     Kit,
     activated_logits,
+    backends_named,
     edit_config,
     edit_tensors,
     save_adapter,
 )
-from tests.harness.models import Backends, random_ids
+from tests.harness.models import random_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from hybridserve.lora.adapter import ModuleDelta
 
 TOLERANCE = 1e-4
 MARGIN = 0.05
 """Mean difference of logits from which on an adapter counts as not ignored, and as not another one."""
 IDS = random_ids(0, 24, 128)
-NATIVE = Backends(NativeAttention(), NativeSSM(), NativeGemm(), NativeMoE())
 COPIES = {
     "base_model.model.lm_head.base_layer.weight",
     "base_model.model.model.embed_tokens.base_layer.weight",
@@ -60,11 +60,13 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-@pytest.fixture(scope="module", params=["reference", "torch_native"])
+KINDS = [backend.name for backend in lora.BACKENDS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def runner(kit: Kit, request: pytest.FixtureRequest) -> AdaptedRunner:
-    if request.param == "reference":
-        return AdaptedRunner(kit.base, lora=Reference())
-    return AdaptedRunner(kit.base, NATIVE, lora=TorchNative())
+    backends, kernel = backends_named(request.param)
+    return AdaptedRunner(kit.base, backends, lora=kernel)
 
 
 def assert_equals_oracle(
@@ -89,7 +91,7 @@ def test_f079_every_adapter_equals_the_merged_model(kit: Kit, runner: AdaptedRun
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_l043_each_module_alone(kit: Kit, runner: AdaptedRunner, name: str) -> None:
+def test_b041_l043_each_module_alone(kit: Kit, runner: AdaptedRunner, name: str) -> None:
     modules, parameters = SINGLE[name]
     kit.adapter(f"only-{name}", AdapterSpec(11, 4, modules, parameters, alpha=16))
     assert_equals_oracle(kit, runner, f"only-{name}", margin=0.01)
@@ -170,14 +172,41 @@ def test_files_in_half_precision(kit: Kit, runner: AdaptedRunner, dtype: torch.d
     assert_equals_oracle(kit, runner, name)
 
 
-def test_model_in_bfloat16(kit: Kit) -> None:
-    runner = AdaptedRunner(kit.base, dtype=torch.bfloat16)
-    base = runner.logits(IDS)
-    for name in ("B", "E", "dora"):
-        runner.install(1, kit.adapter(name))
-        got = runner.logits(IDS, 1)
-        change = kit.logits(name, IDS) - kit.logits(None, IDS)
-        assert distance(got - base, change) < 0.25 * change.abs().mean()
+BFLOAT16_ERROR = 0.07
+"""Of what an adapter changes, the part that rounding to bfloat16 everywhere may spoil: about twice of what it
+does. Without one projection of one expert it is more."""
+
+
+def error_in_bfloat16(kit: Kit, kind: str, name: str) -> float:
+    backends, kernel = backends_named(kind, "bfloat16")
+    runner = AdaptedRunner(kit.base, backends, lora=kernel, dtype=torch.bfloat16)
+    runner.install(1, kit.adapter(name))
+    change = kit.logits(name, IDS) - kit.logits(None, IDS)
+    return distance(runner.logits(IDS, 1) - runner.logits(IDS), change) / change.abs().mean().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["A", "B", "E", "dora"])
+def test_model_in_bfloat16(kit: Kit, kind: str, name: str) -> None:
+    assert error_in_bfloat16(kit, kind, name) < BFLOAT16_ERROR
+
+
+@pytest.mark.parametrize(
+    "forgotten", ["1.feed_forward.experts.0.", "3.feed_forward.experts.2.", "3.feed_forward.experts.1.down"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forgotten_expert_is_seen_in_bfloat16(
+    kit: Kit, kind: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = adapter_module._split
+
+    def split(*args: Any) -> Iterator[tuple[str, ModuleDelta]]:
+        for name, delta in plain(*args):
+            yield name, replace(delta, B=delta.B * 0) if forgotten in name else delta
+
+    monkeypatch.setattr(adapter_module, "_split", split)
+    for name in ("A", "E"):
+        assert error_in_bfloat16(kit, kind, name) > BFLOAT16_ERROR
 
 
 def test_one_adapter_for_both_of_tied_embeddings(tmp_path: Path) -> None:

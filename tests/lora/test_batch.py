@@ -89,7 +89,7 @@ def test_long_segments_are_cut_into_chunks() -> None:
     batch, row_slots = describe([3, 0, 1], [2 * CHUNK_ROWS + 1, 5, CHUNK_ROWS], [0, 0, 0])
     check(batch, row_slots)
     assert batch is not None
-    assert batch.chunks[:, 2].tolist() == [16, 16, 16, 1]
+    assert batch.chunks[:, 2].tolist() == [CHUNK_ROWS, CHUNK_ROWS, CHUNK_ROWS, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))

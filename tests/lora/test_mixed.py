@@ -14,13 +14,21 @@ import torch
 
 from hybridserve.core.request import SamplingParams
 from hybridserve.engine import model_runner
-from hybridserve.kernels import attention, gemm, lora, moe, ssm
+from hybridserve.kernels import lora
 from hybridserve.kernels.lora.interface import LoraTable
-from hybridserve.kernels.registry import Capabilities
 from tests.harness import models
 from tests.harness.adapter_engine import AdapterEngine
-from tests.harness.adapters import ATTENTION, DENSE, ENDS, MAMBA, AdaptedRunner, AdapterSpec, Kit
-from tests.harness.models import Backends, load_runner, random_ids
+from tests.harness.adapters import (
+    ATTENTION,
+    DENSE,
+    ENDS,
+    MAMBA,
+    AdaptedRunner,
+    AdapterSpec,
+    Kit,
+    backends_named,
+)
+from tests.harness.models import load_runner, random_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,23 +41,9 @@ LINEAR = (*ATTENTION, *MAMBA, *DENSE, *ENDS)
 IDS = [random_ids(seed, 12, 128) for seed in range(5)]
 
 
-def backends(name: str) -> Backends:
-    """The backends of this name, of every operator."""
-
-    def of(operator) -> type:
-        return next(backend for backend in operator.BACKENDS if backend.name == name)
-
-    chosen = [of(operator) for operator in (attention, ssm, gemm, moe)]
-    for backend in (*chosen, of(lora)):
-        if (reason := backend.why_not(Capabilities("cpu", "float32"))) is not None:
-            pytest.skip(f"{backend.__module__}: {reason}")
-    return Backends(*(backend() for backend in chosen))
-
-
 @pytest.fixture(scope="module", params=[backend.name for backend in lora.BACKENDS])
 def runner(kit: Kit, request: pytest.FixtureRequest) -> AdaptedRunner:
-    made = backends(request.param)
-    kernel = next(backend for backend in lora.BACKENDS if backend.name == request.param)()
+    made, kernel = backends_named(request.param)
     adapted = AdaptedRunner(kit.base, made, lora=kernel, num_slots=4)
     for slot, name in enumerate(NAMES):
         if name is not None:

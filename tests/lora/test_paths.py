@@ -1,5 +1,5 @@
 """Names and paths that come from outside: what is refused, and that nothing outside the roots is opened
-(L060, S004, S025)."""
+(L060, S025)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_names_that_are_allowed(name: str) -> None:
     ],
     ids=ascii,
 )
-def test_l060_names_that_are_refused(name: object) -> None:
+def test_s025_l060_names_that_are_refused(name: object) -> None:
     with pytest.raises(ValueError, match=r"^adapter: ") as error:
         check_name(name)
     assert len(str(error.value)) < 300
@@ -93,7 +93,7 @@ def _bad_paths(root: Path) -> dict[str, object]:
     }
 
 
-def test_l060_paths_that_are_refused(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s025_l060_paths_that_are_refused(roots: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     monkeypatch.setattr(os, "open", lambda *args, **_: opened.append(args))
     monkeypatch.setattr(builtins, "open", lambda *args, **_: opened.append(args))

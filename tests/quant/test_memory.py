@@ -20,7 +20,10 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
+from hybridserve.distributed.tp import TPGroup
 from hybridserve.engine.convert import quantize_checkpoint
+from hybridserve.models.weights import load_model
+from tests.harness.models import Backends
 from tests.harness.quantized import QuantizedModel, everything
 
 def kilobytes(field):
@@ -31,6 +34,9 @@ def work(path, name):
     if sys.argv[1] == "convert":
         quantize_checkpoint(path, path.with_name(path.name + "-out"), name, None)
         return 0
+    if sys.argv[1] == "rank":
+        context = Backends().context(torch.bfloat16, TPGroup(1, 4), quantization=everything(name))
+        return load_model(path, context).weights.num_bytes
     quantization = None if sys.argv[1] == "stored" else everything(name)
     return QuantizedModel(path, quantization, dtype=torch.bfloat16).model.weights.num_bytes
 
@@ -76,6 +82,14 @@ def peak(way: str, models: tuple[Path, Path], format_name: str) -> tuple[int, in
 def test_quantizing_while_loading(models: tuple[Path, Path], format_name: str) -> None:
     bytes_peak, size = peak("online", models, format_name)
     assert size > 6 * LARGEST, "too small a model to tell"
+    assert bytes_peak <= size + LARGEST + (6 << 20)
+
+
+@pytest.mark.parametrize("format_name", ["int8", "fp8"])
+def test_quantizing_one_ranks_share(models: tuple[Path, Path], format_name: str) -> None:
+    """Loading needs no other rank, so this is the second of four."""
+    bytes_peak, size = peak("rank", models, format_name)
+    assert 6 * LARGEST / 4 < size < 9 * LARGEST / 4, "a quarter of the model"
     assert bytes_peak <= size + LARGEST + (6 << 20)
 
 

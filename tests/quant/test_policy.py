@@ -40,7 +40,7 @@ def built(path: Path, *targets: str) -> BuildContext:
 
 
 def kinds(path: Path, *targets: str) -> tuple[set[str], set[str]]:
-    plan = plan_quantization(built(path, *targets))
+    plan = plan_quantization([built(path, *targets)])
     assert plan is not None
     return set(plan.quantized_kinds), set(plan.kept_kinds)
 
@@ -75,7 +75,7 @@ def test_a_whole_name_means_one_module(jamba: Path) -> None:
 
 def test_names_end_at_dots(jamba: Path) -> None:
     with pytest.raises(ValueError, match="'_proj' names no module"):
-        plan_quantization(built(jamba, "_proj"))
+        plan_quantization([built(jamba, "_proj")])
 
 
 def test_f076_what_is_never_quantized_unless_named(jamba: Path) -> None:
@@ -105,7 +105,7 @@ def test_f076_what_is_never_quantized_unless_named(jamba: Path) -> None:
 
     walk(model.model)
     codes = sum(tensor.numel() for tensor in found if tensor.dtype == torch.int8)
-    plan = plan_quantization(built(jamba, "all"))
+    plan = plan_quantization([built(jamba, "all")])
     assert plan is not None
     assert codes == round(plan.share * model.context.weights.num_parameters)
     mixer = model.model.layers[0].mixer  # type: ignore[attr-defined]
@@ -118,19 +118,19 @@ def test_f076_what_is_never_quantized_unless_named(jamba: Path) -> None:
 )
 def test_f076_what_can_not_be_quantized_at_all(jamba: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"quantization.targets: '{name}' is never quantized: embeddings"):
-        plan_quantization(built(jamba, name))
+        plan_quantization([built(jamba, name)])
 
 
 def test_a_tied_head_is_an_embedding(tmp_path: Path) -> None:
     save_model("llama", tmp_path, 0, tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"'lm_head' is never quantized: embeddings .and a head tied"):
-        plan_quantization(built(tmp_path, "lm_head"))
+        plan_quantization([built(tmp_path, "lm_head")])
 
 
 def test_unknown_names_are_listed(jamba: Path) -> None:
     message = r"'expert' names no module of this model; groups are experts, mlp, all, modules .*x_proj"
     with pytest.raises(ValueError, match=message):
-        plan_quantization(built(jamba, "all", "expert"))
+        plan_quantization([built(jamba, "all", "expert")])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 import hybridserve
 from hybridserve.text import Tokenizer, TokenizerMissing
@@ -170,3 +173,55 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 def test_needs_neither_torch_nor_transformers():
     code = "import sys, hybridserve.text; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", " two  spaces\n", "<s>客单价</s>", "e\u0301\u200d😀", "\x00\x7f", "ab " * 999]
+)
+def test_encoding_is_that_of_the_library(demo, text):
+    backend = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    for special in (True, False):
+        assert (
+            demo.encode(text, add_special_tokens=special)
+            == backend.encode(text, add_special_tokens=special).ids
+        )
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(demo):
+    text = "the people of the states " * 5_000
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(demo.encode, text)
+        num_turns = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            num_turns += 1
+    assert num_turns > 10
+
+
+def test_no_id_stands_for_more_than_the_limit(demo):
+    """So a text of more than so many bytes an id can't fit into so many ids."""
+    limit = demo.max_bytes_an_id
+    longest = max(range(demo.vocab_size), key=lambda token_id: len(demo.piece(token_id)))
+    assert len(demo.piece(longest)) == limit
+    assert len(demo.encode(demo.piece(longest).decode() * 50, add_special_tokens=False)) >= 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": ""}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": None},
+        {"added_tokens": {"lstrip": True}},
+        {"added_tokens": {"rstrip": True}},
+    ],
+    ids=str,
+)
+def test_where_text_may_vanish_there_is_no_limit(tmp_path, change):
+    content = json.loads((DEMO / "tokenizer.json").read_bytes())
+    if "added_tokens" in change:
+        content["added_tokens"][1] |= change["added_tokens"]
+    else:
+        content |= change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).max_bytes_an_id is None

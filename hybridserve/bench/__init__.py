@@ -1,0 +1,1 @@
+"""The client side of a measurement: targets, workloads, load, statistics, reports. Imports no torch."""

@@ -1,0 +1,143 @@
+"""One rank other than 0: does what rank 0 says, in the order in which it says it, and nothing else.
+
+Knows messages and a `Worker`; knows no request. Whoever starts the process is a launcher's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridserve.distributed.failure import PeerLost, RankDisagreement
+from hybridserve.distributed.groups import Groups
+from hybridserve.distributed.process_group import address_of
+from hybridserve.engine.adapter_channel import AdapterChannel
+from hybridserve.engine.channel import Channel, Kind
+from hybridserve.engine.rendezvous import Rendezvous
+from hybridserve.engine.wire import decode_step, encode_output
+from hybridserve.engine.worker import Worker
+from hybridserve.lora.loader import Loader
+
+if TYPE_CHECKING:
+    from hybridserve.distributed.process_group import Store
+    from hybridserve.distributed.topology import Topology
+
+PLACE = struct.Struct("<qqq")  # slot, generation, number of the delivery
+NUMBER = struct.Struct("<q")
+RECENT = 0.5
+"""Seconds after a step during which a load leaves time to the next one."""
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """A worker and its ends of the channels."""
+
+    def __init__(self, worker: Worker, groups: Groups, topology: Topology, rendezvous: Rendezvous) -> None:
+        self._worker = worker
+        self._topology = topology
+        self._rendezvous = rendezvous
+        self._channel = Channel(groups.control, topology.rank)
+        self._adapters = None if groups.adapters is None else AdapterChannel(groups.adapters, topology.size)
+        self._staged: dict[int, Any] = {}
+        self._last_step = -1
+        self._last_worked = 0.0
+
+    def serve(self) -> None:
+        """Until rank 0 closes. Whatever is raised ends this rank: others can't go on without it."""
+        loader = Loader("hybridserve-adapters")
+        if self._adapters is not None:
+            loader.submit(lambda: self._serve_adapters(loader), lambda outcome: None)
+        while True:
+            kind, payload = self._channel.receive()
+            match kind:
+                case Kind.STEP:
+                    self._execute(payload)
+                case Kind.PLACE:
+                    slot, generation, number = PLACE.unpack(payload)
+                    self._worker.place_adapter(slot, generation, self._staged[number])
+                case Kind.CLEAR:
+                    self._worker.clear_adapter(NUMBER.unpack(payload)[0])
+                case Kind.FORGET:
+                    self._staged.pop(NUMBER.unpack(payload)[0], None)
+                case Kind.CLOSE:
+                    loader.close()  # waits for its thread, which is told to end as well
+                    return
+
+    def _execute(self, payload: memoryview) -> None:
+        step = decode_step(payload)
+        if step.step_id <= self._last_step:
+            raise RankDisagreement(f"was told to run step {step.step_id} after step {self._last_step}")
+        self._last_step = step.step_id
+        output = self._worker.execute(step)
+        if self._topology.rank == self._topology.sampler:
+            self._channel.answer(encode_output(output))
+        self._last_worked = time.monotonic()
+
+    def _serve_adapters(self, loader: Loader) -> None:
+        """On the loader's thread. What breaks it ends the process, whose main thread can't be woken."""
+
+        def pause() -> None:
+            loader.leave_time(RECENT - (time.monotonic() - self._last_worked))
+            loader.pause()
+
+        assert self._adapters is not None
+        try:
+            while (delivery := self._adapters.receive()) is not None:
+                refusal = None
+                try:
+                    if delivery.is_trial:
+                        self._worker.check_adapter(delivery.adapter, pause)
+                    else:
+                        self._staged[delivery.number] = self._worker.stage_adapter(delivery.adapter, pause)
+                except ValueError as error:
+                    refusal = str(error)
+                if self._adapters.agree(refusal) is not None:
+                    self._staged.pop(delivery.number, None)
+        except BaseException as error:
+            last_words(self._rendezvous, self._topology.rank, error)
+            os._exit(1)
+
+
+def serve(store: Store, rank: int, local_rank: int) -> None:
+    """The life of a rank: it comes, loads its share of the model and serves until rank 0 closes.
+
+    What goes wrong is reported to rank 0 and raised.
+    """
+    rendezvous = Rendezvous(store)
+    try:
+        assignment = rendezvous.assignment()
+        plan, topology = assignment.plan, assignment.topology(rank)
+        device = torch.device(plan.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(local_rank)
+        rendezvous.arrive("here", rank)
+        groups = Groups.connect(
+            store,
+            topology,
+            address_of(assignment.interface),
+            device,
+            assignment.step_timeout,
+            has_adapters=plan.lora is not None,
+        )
+        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp)
+        rendezvous.arrive("ready", rank)
+        Rank(worker, groups, topology, rendezvous).serve()
+    except BaseException as error:
+        last_words(rendezvous, rank, error)
+        raise
+
+
+def last_words(rendezvous: Rendezvous, rank: int, error: BaseException) -> None:
+    """Tell rank 0 why this one ends, if it is still there to hear."""
+    trace = "" if isinstance(error, PeerLost) else traceback.format_exc()
+    try:
+        rendezvous.report(rank, error, trace)
+    except RuntimeError:
+        logger.error("rank %d ends, and rank 0 is gone: %s", rank, error)

@@ -1,0 +1,136 @@
+"""Which fields of a request are known, and what happens to those that are not served.
+
+A field is honoured, or it is refused; the few that are accepted without any effect are listed here, and the
+client is told. Knows names; the values of fields that are served are for `protocol`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hybridserve.config.spelling import nearest
+from hybridserve.server.errors import ApiError, bad_request, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Accepted without effect, for it is not the answer that they are about."""
+
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""Values of fields that are not served which ask for what is done anyway, as null does."""
+
+_STRUCTURED = "is not supported, nor is structured_outputs, which other servers now call it"
+REFUSED: Mapping[str, str] = {
+    "allowed_token_ids": "is not supported",
+    "audio": "is not supported: this server knows text only",
+    "bad_words": "is not supported; see logit_bias",
+    "cache_salt": "is not supported",
+    "chat_template": "is not supported: a template comes with the model",
+    "chat_template_kwargs": "is not supported",
+    "continue_final_message": "is not supported",
+    "custom_logit_processor": "is not supported: a request brings no code",
+    "documents": "is not supported",
+    "function_call": "is not supported",
+    "functions": "is not supported",
+    "guided_choice": _STRUCTURED,
+    "guided_decoding_backend": _STRUCTURED,
+    "guided_grammar": _STRUCTURED,
+    "guided_json": _STRUCTURED,
+    "guided_regex": _STRUCTURED,
+    "include_stop_str_in_output": "is not supported",
+    "keep_alive": "is not supported",
+    "logits_processors": "is not supported: a request brings no code",
+    "lora_path": "is not supported: name an adapter as model",
+    "adapter_id": "is not supported: name an adapter as model",
+    "modalities": "only text is supported",
+    "num_ctx": "is not supported: the context is max_model_len, for every request",
+    "num_predict": "is not supported; max_tokens is",
+    "options": "is not supported: parameters stand at the top level",
+    "prediction": "is not supported",
+    "prompt_embeds": "is not supported: a prompt is text or token ids",
+    "reasoning_effort": "is not supported",
+    "response_format": "is not supported",
+    "skip_special_tokens": "special tokens are never part of the text; see return_token_ids",
+    "spaces_between_special_tokens": "special tokens are never part of the text; see return_token_ids",
+    "stop_regex": "is not supported; stop is",
+    "structured_outputs": "is not supported",
+    "suffix": "is not supported",
+    "tool_choice": "is not supported",
+    "tools": "is not supported",
+    "use_beam_search": "is not supported",
+    "verbosity": "is not supported",
+    "web_search_options": "is not supported",
+}
+"""What other servers know and this one does not, and what to do instead."""
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def read_fields(model: type[Body], fields: Mapping[str, Any]) -> tuple[Body, list[str]]:
+    """A request, and the names of the fields that were accepted without effect. Raises ApiError 400 for the
+    first field that is refused."""
+    known = model.model_fields
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in fields.items():
+        if name in known:
+            if value is not None or known[name].is_required():
+                kept[name] = value
+        elif name in HARMLESS:
+            ignored.append(name)
+        elif name in REFUSED or name in WITHOUT_EFFECT:
+            if value is not None and not _is_without_effect(name, value):
+                raise bad_request(name, REFUSED.get(name, "is not supported"), "unsupported_field")
+        else:
+            near = nearest(name[:100], known)
+            hint = f"did you mean {near}?" if near else "docs/server.md lists the fields that are"
+            raise bad_request(shown(name), f"is not known; {hint}", "unknown_field")
+    try:
+        return model.model_validate(kept), sorted(ignored)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _is_without_effect(name: str, value: object) -> bool:
+    """By type as well: 1 is not True."""
+    return any(type(value) is type(inert) and value == inert for inert in WITHOUT_EFFECT.get(name, ()))
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first problem, without the value."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [part for part in problem["loc"] if isinstance(part, int) or part.isidentifier()]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    message = problem["msg"].removeprefix("Value error, ")
+    for before, after in (("Input should", "should"), ("String should", "should"), ("List should", "should")):
+        message = message.replace(before, after)
+    message = {"missing": "is needed", "extra_forbidden": "is not known"}.get(problem["type"], message)
+    return bad_request(shown(name) or None, message)

@@ -1,0 +1,263 @@
+"""Runs the prompts of one HTTP request in the engine and answers it, whole or as server-sent events.
+
+Knows streams of deltas, deadlines, and clients that leave; what an answer looks like is for `completions` and
+`chat` to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from hybridserve.core.request import FinishReason
+from hybridserve.frontend.errors import EngineDead, EngineUnavailable
+from hybridserve.server.errors import ApiError, from_value_error, internal_error, report, unavailable
+from hybridserve.server.limits import ClientDisconnected
+from hybridserve.server.sse import EventStream, send_json
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+    from typing import Any
+
+    import msgspec
+
+    from hybridserve.core.request import SamplingParams
+    from hybridserve.frontend.streams import RequestStream
+    from hybridserve.outputs import Delta, RequestOutput
+    from hybridserve.server.limits import Receive
+    from hybridserve.server.service import Service
+    from hybridserve.server.sse import Send
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 5.0
+"""For a client to take the last words of a stream that failed."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt. `text` is what its client wrote, where that was text."""
+
+    prompt_ids: list[int]
+    text: str | None
+    params: SamplingParams
+    num_generated: int = 0
+    last_times: dict[int, float] = field(default_factory=dict)
+    """Index of a continuation that goes on -> when its last piece came (monotonic seconds)."""
+    num_running: int = 0
+    """Continuations that have not ended."""
+
+
+class Answer(Protocol):
+    """Of one HTTP request, whose continuations are numbered through all of its prompts."""
+
+    def whole(self, jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> msgspec.Struct:
+        """The response."""
+
+    def pieces(self, job_index: int, delta: Delta) -> Iterable[msgspec.Struct]:
+        """The events that a delta makes; often one, or none."""
+
+    def last_piece(self) -> msgspec.Struct | None:
+        """The event after all others, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is to be done for one HTTP request."""
+
+    jobs: list[Job]
+    adapter: str | None
+    priority: int
+    answer: Answer
+    is_stream: bool
+    headers: list[tuple[bytes, bytes]]
+
+    async def run(self, service: Service, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves first: then what was running is aborted."""
+        num_sequences = sum(job.params.n for job in self.jobs)
+        with service.room(num_sequences):
+            await while_connected(receive, self._answer(service, send))
+
+    async def _answer(self, service: Service, send: Send) -> None:
+        events = EventStream(send, self.headers)
+        streams: dict[int, RequestStream] = {}
+        deadline = service.config.request_timeout
+        ending = "abort"
+        try:
+            async with asyncio.timeout(deadline):
+                await self._submit(service, streams)
+                in_order = [streams[index] for index in range(len(self.jobs))]
+                if self.is_stream:
+                    await self._stream(service, in_order, events)
+                else:
+                    await self._whole(service, in_order, send)
+            return
+        except TimeoutError:
+            message = f"the request took longer than server.request_timeout ({deadline} seconds)"
+            error = ApiError(504, message, code="request_timeout", headers={"x-should-retry": "false"})
+        except ApiError as failure:
+            error, ending = failure, "error" if failure.status >= 500 else "refused"
+        except Exception as fault:
+            report(fault)
+            error, ending = internal_error(), "error"
+        finally:
+            for stream in streams.values():
+                await stream.aclose()
+            for job in self.jobs:
+                service.metrics.finish_sequences(ending, job.num_running)
+        if not events.has_started:
+            raise error
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await events.fail(error)
+
+    async def _submit(self, service: Service, streams: dict[int, RequestStream]) -> None:
+        """All prompts, or none. A stream is in `streams` from the moment that it is there."""
+
+        async def submit(index: int, job: Job) -> None:
+            job.num_running = job.params.n
+            streams[index] = await service.engine.submit(
+                job.prompt_ids, job.params, adapter=self.adapter, priority=self.priority
+            )
+            service.metrics.start(len(job.prompt_ids), job.params.n, job.params.max_tokens)
+
+        tasks = [asyncio.ensure_future(submit(index, job)) for index, job in enumerate(self.jobs)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        except (ValueError, EngineUnavailable) as error:
+            raise _as_api_error(error) from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # each has said what it had to say
+
+    async def _whole(self, service: Service, streams: list[RequestStream], send: Send) -> None:
+        outputs = [stream.new_output() for stream in streams]
+        async with contextlib.aclosing(self._deltas(service, streams)) as steps:
+            async for step in steps:
+                for index, delta in step:
+                    outputs[index].add(delta)
+        await send_json(send, 200, self.answer.whole(self.jobs, outputs), self.headers)
+
+    async def _stream(self, service: Service, streams: list[RequestStream], events: EventStream) -> None:
+        await events.start()
+        pieces = self.answer.pieces
+        async with contextlib.aclosing(self._deltas(service, streams)) as steps:
+            async for step in steps:
+                await events.send([piece for index, delta in step for piece in pieces(index, delta)])
+        last = self.answer.last_piece()
+        await events.end([] if last is None else [last])
+
+    async def _deltas(
+        self, service: Service, streams: list[RequestStream]
+    ) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+        """What each step adds, with the index of the prompt. Raises ApiError where the engine gives up."""
+        try:
+            async for step in _merged(streams):
+                now = time.monotonic()
+                for index, delta in step:
+                    self._count(service, self.jobs[index], delta, now)
+                yield step
+        except EngineUnavailable as error:
+            raise _as_api_error(error) from None
+
+    def _count(self, service: Service, job: Job, delta: Delta, now: float) -> None:
+        metrics = service.metrics
+        if delta.token_ids:
+            job.num_generated += len(delta.token_ids)
+            last = job.last_times.get(delta.index)
+            if last is not None:
+                metrics.observe_gap(now - last)
+            job.last_times[delta.index] = now
+        if delta.finish_reason is not None:
+            job.last_times.pop(delta.index, None)
+            if delta.finish_reason == FinishReason.ABORT:
+                metrics.corrupt()
+                raise ApiError(
+                    500, f"the engine gave the request up: {delta.stop_reason}", code="engine_error"
+                )
+            job.num_running -= 1
+            metrics.finish_sequences(delta.finish_reason, 1)
+        if delta.metrics is not None:
+            metrics.finish(delta.metrics, job.num_generated)
+
+
+async def _merged(streams: list[RequestStream]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    """The deltas of several prompts as they come, all that are there at once."""
+    if len(streams) == 1:
+        async for deltas in streams[0]:
+            yield [(0, delta) for delta in deltas]
+        return
+    queue: asyncio.Queue[list[tuple[int, Delta]] | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: RequestStream) -> None:
+        try:
+            async for deltas in stream:
+                queue.put_nowait([(index, delta) for delta in deltas])
+        except Exception as error:  # for whoever reads the queue
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    num_open = len(pumps)
+    try:
+        while num_open:
+            step: list[tuple[int, Delta]] = []
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            for item in items:
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    step += item
+            if step:
+                yield step
+    finally:
+        for task in pumps:
+            task.cancel()
+
+
+def _as_api_error(error: ValueError | EngineUnavailable) -> ApiError:
+    if isinstance(error, EngineDead):
+        logger.error("a request was lost: the engine has ended")
+        return ApiError(
+            500, "the engine has failed, or was stopped, while this was running", code="engine_failed"
+        )
+    if isinstance(error, EngineUnavailable):
+        return unavailable("the server takes no requests now")
+    return from_value_error(error)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do something until it is done or the client has left: then it is cancelled, and ClientDisconnected
+    raised."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            raise ClientDisconnected
+        await task
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,48 @@
+"""How the server writes its log: one line a record on standard error, as text or as JSON.
+
+What a client wrote is never in a record of level INFO or above, but for names, which `errors.shown` makes
+harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+_CONTROLS = {code: f"\\x{code:02x}" for code in [*range(32), 127, *range(128, 160)] if code != 10}
+
+
+class _Text(logging.Formatter):
+    """Time, level, message. A record of several lines (the plan, a traceback) is the program's own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:12]
+        text = f"{time} {record.levelname:<7} {record.getMessage()}".translate(_CONTROLS)
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def set_up_logging(log_format: LogFormat, *, verbose: bool) -> None:
+    """For the whole process. `verbose`: with a line for every request, and tracebacks."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if log_format == "json" else _Text())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("hybridserve").setLevel(logging.DEBUG if verbose else logging.INFO)
+    # A client's broken request is not worth a line; what an application does wrong is.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)

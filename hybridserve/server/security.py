@@ -1,0 +1,197 @@
+"""Who may ask for what: the class of every route, keys, and the Host and Origin that a browser names.
+
+Deny by default: a path that no table names needs a user's key. Knows headers; reads no bodies.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from hybridserve.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pydantic import SecretStr
+
+    from hybridserve.config.schema import ServerConfig
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+CORS_MAX_AGE = "600"
+
+
+class Access(enum.Enum):
+    """Who may call a route. Who may call one of ADMIN may call one of USER."""
+
+    PUBLIC = "public"
+    USER = "user"
+    ADMIN = "admin"
+
+
+ROUTES: Mapping[str, Access] = {
+    "/health": Access.PUBLIC,
+    "/health/live": Access.PUBLIC,
+    "/health/ready": Access.PUBLIC,
+    "/version": Access.USER,
+    "/metrics": Access.USER,
+    "/openapi.json": Access.USER,
+    "/tokenize": Access.USER,
+    "/detokenize": Access.USER,
+    "/tokenizer_info": Access.USER,
+    "/v1/models": Access.USER,
+    "/v1/completions": Access.USER,
+    "/v1/chat/completions": Access.USER,
+    "/v1/load_lora_adapter": Access.ADMIN,
+    "/v1/unload_lora_adapter": Access.ADMIN,
+}
+"""Every path that is served."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address to listen at."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(config: ServerConfig) -> None:
+    """ValueError for a server that anybody could use without meaning to let them."""
+    if not is_loopback(config.host) and not config.api_keys and not config.insecure:
+        raise ValueError(
+            f"server.host: {config.host!r} lets other machines in and there is no key: set server.api_keys "
+            "(--api-key), listen at 127.0.0.1, or say --insecure"
+        )
+    if "*" in config.cors_origins and not config.api_keys:
+        raise ValueError(
+            "server.cors_origins: '*' lets every page of the web use the server; set server.api_keys"
+        )
+
+
+class Keys:
+    """Compares in a time that does not depend on how much of a key was right, nor on which one was."""
+
+    def __init__(self, keys: Iterable[SecretStr]) -> None:
+        self._digests = [_digest(key.get_secret_value()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def have(self, key: str) -> bool:
+        given = _digest(key)
+        found = False
+        for digest in self._digests:  # all of them, always
+            found |= hmac.compare_digest(given, digest)
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("latin-1", "replace")).digest()
+
+
+class Policy:
+    """Decides on a request by its method, path and headers: raises ApiError for what may not go on."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._users = Keys(config.api_keys)
+        self._admins = Keys(config.admin_keys)
+        self._is_local = is_loopback(config.host)
+        self._origins = frozenset(config.cors_origins)
+        self._hosts = frozenset(config.allowed_hosts)
+        if not self._hosts and self._is_local:
+            own = f"[{config.host}]" if ":" in config.host else config.host.lower()
+            self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", own})
+
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
+        access = ROUTES.get(path, Access.USER)
+        if access is not Access.PUBLIC:  # probes name a machine by its address
+            self._check_host(headers)
+        if method not in SAFE_METHODS:
+            self._check_origin(headers)
+        self._check_key(access, headers)
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        if not self._hosts:
+            return
+        name = headers.get(b"host", b"").decode("latin-1").lower()
+        end = name.rfind(":")
+        if end > name.rfind("]"):
+            name = name[:end]
+        if name not in self._hosts:
+            raise ApiError(403, "the Host header names none of server.allowed_hosts", code="host_not_allowed")
+
+    def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """A page may change something only where it came from here, or from server.cors_origins."""
+        origin = headers.get(b"origin")
+        if origin is None or self.allowed_origin(headers) is not None:
+            return
+        if (
+            urlsplit(origin.decode("latin-1")).netloc.lower()
+            != headers.get(b"host", b"").decode("latin-1").lower()
+        ):
+            raise ApiError(
+                403, "the Origin header names none of server.cors_origins", code="origin_not_allowed"
+            )
+
+    def _check_key(self, access: Access, headers: Mapping[bytes, bytes]) -> None:
+        if access is Access.PUBLIC:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        is_user, is_admin = self._users.have(key), self._admins.have(key)
+        if access is Access.ADMIN:
+            self._check_admin(is_user, is_admin)
+        elif self._users and not (is_user or is_admin):
+            raise _unauthorized()
+
+    def _check_admin(self, is_user: bool, is_admin: bool) -> None:
+        if is_admin:
+            return
+        if not self._admins and not self._users and self._is_local:
+            return
+        if (self._admins or self._users) and not is_user:
+            raise _unauthorized()
+        raise ApiError(
+            403,
+            "this needs one of server.admin_keys" + ("" if self._admins else ", and there is none"),
+            code="admin_key_needed",
+        )
+
+    # ---- pages of other origins
+
+    def allowed_origin(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """The Origin, where `server.cors_origins` has it."""
+        origin = headers.get(b"origin")
+        if origin is None or not self._origins:
+            return None
+        return origin if "*" in self._origins or origin.decode("latin-1").lower() in self._origins else None
+
+    def preflight(self, method: str, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]] | None:
+        """The headers that answer a browser which asks first; None for any other request."""
+        if method != "OPTIONS" or b"access-control-request-method" not in headers:
+            return None
+        if self.allowed_origin(headers) is None:
+            raise ApiError(
+                403, "the Origin header names none of server.cors_origins", code="origin_not_allowed"
+            )
+        return [
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-max-age", CORS_MAX_AGE.encode()),
+        ]
+
+
+def _unauthorized() -> ApiError:
+    return ApiError(
+        401,
+        "a valid key is needed: Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )

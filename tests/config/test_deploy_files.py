@@ -1,0 +1,125 @@
+"""deploy/: manifests that Kubernetes takes, and that agree with each other and with the configuration in
+them.
+
+Nothing here is built or started: that needs a container runtime, systemd or a cluster.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from hybridserve.config.loader import load_config
+from hybridserve.config.schema import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.30", "1.34")
+
+
+def documents() -> dict[tuple[str, str], Any]:
+    """(kind, name) -> manifest."""
+    found = {}
+    for file in sorted(KUBERNETES.glob("*.yaml")):
+        for document in YAML(typ="safe").load_all(file):
+            found[document["kind"], document["metadata"]["name"]] = document
+    return found
+
+
+DOCUMENTS = documents()
+POD = DOCUMENTS["Deployment", "hybridserve"]["spec"]["template"]
+(CONTAINER,) = POD["spec"]["containers"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    """What the pod runs with."""
+    monkeypatch.setenv("HYBRIDSERVE_API_KEY", "a-key")
+    monkeypatch.setenv("HYBRIDSERVE_ADMIN_KEY", "another-key")
+    file = tmp_path / "deployment.yaml"
+    file.write_text(DOCUMENTS["ConfigMap", "hybridserve"]["data"]["deployment.yaml"])
+    return load_config(file=file)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("key", DOCUMENTS, ids=lambda key: f"{key[0]}-{key[1]}")
+def test_manifests_are_valid(key: tuple[str, str], version: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate").validate
+    validate(DOCUMENTS[key], version, strict=True)
+
+
+def test_a_manifest_with_a_wrong_key_is_refused() -> None:
+    package = pytest.importorskip("kubernetes_validate")
+    wrong = {**DOCUMENTS["Service", "hybridserve"], "specs": {}}
+    with pytest.raises(package.ValidationError):
+        package.validate(wrong, VERSIONS[0], strict=True)
+
+
+def test_probes_and_drain(config: EngineConfig) -> None:
+    paths = {
+        name: CONTAINER[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")
+    }
+    assert paths == {"startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
+    before = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert POD["spec"]["terminationGracePeriodSeconds"] > before + config.server.drain_seconds
+    assert DOCUMENTS["Deployment", "hybridserve"]["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_the_pod_agrees_with_its_configuration(config: EngineConfig) -> None:
+    assert int(CONTAINER["resources"]["limits"]["nvidia.com/gpu"]) == config.parallel.num_ranks
+    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
+    assert ports == {"http": config.server.port}
+    assert config.server.host == "0.0.0.0"
+    assert config.server.api_keys, "a pod listens beyond its machine"
+    mounts = {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    for path in (config.model, *config.lora.roots):
+        assert any(Path(path).is_relative_to(mount) for mount in mounts)
+    assert Path(CONTAINER["args"][1]).parent == Path("/etc/hybridserve")
+    expanded = {variable["name"] for variable in CONTAINER["env"]}
+    text = DOCUMENTS["ConfigMap", "hybridserve"]["data"]["deployment.yaml"]
+    assert set(re.findall(r"\$\{(\w+)\}", text)) == expanded
+
+
+def test_manifests_name_each_other() -> None:
+    labels = POD["metadata"]["labels"]
+    for kind, name in DOCUMENTS:
+        selector = DOCUMENTS[kind, name].get("spec", {}).get("selector", {})
+        assert selector.get("matchLabels", selector).items() <= labels.items()
+    volumes = {volume["name"] for volume in POD["spec"]["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == volumes
+    (maps,) = [volume["configMap"]["name"] for volume in POD["spec"]["volumes"] if "configMap" in volume]
+    assert ("ConfigMap", maps) in DOCUMENTS
+    secrets = {variable["valueFrom"]["secretKeyRef"]["name"] for variable in CONTAINER["env"]}
+    assert all(
+        f"create secret generic {name} " in (KUBERNETES / "deployment.yaml").read_text() for name in secrets
+    )
+
+
+def test_the_unit_leaves_time_to_drain() -> None:
+    unit = ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(ROOT / "deploy" / "systemd" / "hybridserve.service")
+    service = unit["Service"]
+    command = service["ExecStart"].split()
+    assert command[0].endswith("/bin/hybridserve")
+    assert command[1:] == ["serve", "/etc/hybridserve/deployment.yaml"]
+    assert service["KillSignal"] == "SIGTERM"
+    assert float(service["TimeoutStopSec"]) > EngineConfig(model="demo").server.drain_seconds
+    assert service["Restart"] == "on-failure"
+
+
+def test_the_image_names_what_exists() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    (extras,) = re.findall(r"pip install --no-cache-dir '\.\[([\w,]+)\]'", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    (base,) = re.findall(r"FROM python:(\d\.\d+)-slim", text)
+    assert f"Programming Language :: Python :: {base}" in project["classifiers"]
+    assert f"EXPOSE {EngineConfig(model='demo').server.port}" in text
+    assert "do not build it" in text
