@@ -1,9 +1,10 @@
 """What several ranks cost rank 0 besides the model: schedule, build and encode a step, broadcast it, gather
 logits. Microseconds and bytes, as JSON.
 
-The model is scripted: 64 sequences that have 4,096 tokens each decode, and no layer is computed. The other
-ranks are processes that receive every step, decode it, and take part in one all-reduce of hidden states and
-one gather of logits, so the times of exchanges are those of gloo on this machine.
+The model is scripted: 64 sequences that have 4,096 tokens each decode, and no layer is computed. They do so
+twice: once rank 0 alone, then with the other ranks, processes that receive every step, decode it, and take
+part in one all-reduce of hidden states and one gather of logits. The times of exchanges are those of gloo on
+this machine; between them, schedule, build and encode find cold caches, as they do after a model has run.
 
 Run: python benchmarks/tp.py [--ranks 2]
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,9 +35,13 @@ from hybridserve.engine.channel import Channel, Kind
 from hybridserve.engine.input_builder import InputBuilder
 from hybridserve.engine.wire import decode_step, encode_step
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ADDRESS = "127.0.0.1"
 NUM_SEQUENCES, NUM_PROMPT, NUM_STEPS, NUM_WARM = 64, 4096, 300, 20
 HIDDEN, VOCAB = 8192, 65536  # Jamba Large
+EXCHANGES = ("broadcast", "all_reduce", "gather")
 RESULT = Path(__file__).parent / "results" / "tp.json"
 
 
@@ -79,6 +85,38 @@ def lead(topology: Topology) -> dict[str, object]:
     ]
     torch.set_num_threads(1)
     groups, channel = connect(store, topology)
+    alone, payload_bytes = run_steps(lambda payload: [])
+
+    def with_ranks(payload: bytearray) -> list[float]:
+        begin = time.perf_counter()
+        channel.send(Kind.STEP, payload)
+        return [time.perf_counter() - begin, *exchange(groups, topology)]
+
+    between, _ = run_steps(with_ranks)
+    channel.send(Kind.CLOSE)
+    for other in others:
+        other.wait()
+    return {
+        "num_ranks": topology.size,
+        "num_sequences": NUM_SEQUENCES,
+        "tokens_a_sequence": NUM_PROMPT,
+        "num_steps": NUM_STEPS,
+        "payload_bytes": payload_bytes,
+        "cpu_us_median": microseconds(statistics.median(alone.pop("cpu"))),
+        "cpu_us_median_between_exchanges": microseconds(statistics.median(between.pop("cpu"))),
+        "wall_us_median": {name: microseconds(statistics.median(taken)) for name, taken in alone.items()},
+        "wall_us_median_between_exchanges": {
+            name: microseconds(statistics.median(taken)) for name, taken in between.items()
+        },
+        "wall_us_p90_between_exchanges": {
+            name: microseconds(statistics.quantiles(taken, n=10)[-1]) for name, taken in between.items()
+        },
+    }
+
+
+def run_steps(send: Callable[[bytearray], list[float]]) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each part of each step, and the largest payload. `send` returns those of EXCHANGES, if any
+    took place."""
     scheduler = Scheduler(
         jamba_large_layout(), max_num_seqs=NUM_SEQUENCES, max_num_batched_tokens=1 << 18, max_model_len=8192
     )
@@ -86,9 +124,8 @@ def lead(topology: Topology) -> dict[str, object]:
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=NUM_STEPS + 100, ignore_eos=True)
     for index in range(NUM_SEQUENCES):
         scheduler.add(Request(f"request-{index}", list(range(NUM_PROMPT)), params))
-    names = ("schedule", "build", "encode", "cpu", "broadcast", "all_reduce", "gather", "update")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    payload_bytes = []
+    seconds: dict[str, list[float]] = {}
+    payload_bytes = 0
     for number in range(1 + NUM_WARM + NUM_STEPS):
         busy = time.thread_time()
         times = [time.perf_counter()]
@@ -100,34 +137,18 @@ def lead(topology: Topology) -> dict[str, object]:
         payload = encode_step(built.input)
         times.append(time.perf_counter())
         busy = time.thread_time() - busy
-        channel.send(Kind.STEP, payload)
-        times.append(time.perf_counter())
-        all_reduce, gather = exchange(groups, topology)
+        exchanged = send(payload)
         sampled = {name: 7 for sequence in step.sequences for name in sequence.samples}
         begin = time.perf_counter()
         scheduler.update(step.step_id, sampled)
         update = time.perf_counter() - begin
         if number > NUM_WARM:  # prompts, and the first steps after them, are not what is measured
             spans = [end - start for start, end in itertools.pairwise(times)]
-            values = (*spans[:3], busy, spans[3], all_reduce, gather, update)
-            for name, value in zip(names, values, strict=True):
-                seconds[name].append(value)
-            payload_bytes.append(len(payload))
-    channel.send(Kind.CLOSE)
-    for other in others:
-        other.wait()
-    return {
-        "num_ranks": topology.size,
-        "num_sequences": NUM_SEQUENCES,
-        "tokens_a_sequence": NUM_PROMPT,
-        "num_steps": NUM_STEPS,
-        "payload_bytes": max(payload_bytes),
-        "cpu_us_median": microseconds(statistics.median(seconds.pop("cpu"))),
-        "wall_us_median": {name: microseconds(statistics.median(taken)) for name, taken in seconds.items()},
-        "wall_us_p90": {
-            name: microseconds(statistics.quantiles(taken, n=10)[-1]) for name, taken in seconds.items()
-        },
-    }
+            parts = zip(("schedule", "build", "encode", "update", "cpu"), (*spans, update, busy), strict=True)
+            for name, value in (*parts, *zip(EXCHANGES, exchanged, strict=False)):
+                seconds.setdefault(name, []).append(value)
+            payload_bytes = max(payload_bytes, len(payload))
+    return seconds, payload_bytes
 
 
 def microseconds(seconds: float) -> float:

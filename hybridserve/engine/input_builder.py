@@ -7,6 +7,7 @@ scheduler says that the request's memory is gone.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,60 @@ class _Resident:
 PADDING = ScheduledSequence("", 0, 1, (), False, (), 0)
 
 
+@dataclass(slots=True)
+class _Drawing:
+    """What stays the same from step to step while the same requests draw."""
+
+    requests: list[Request] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    num_prompt: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of `SamplingInput`, those that are asked for."""
+    streams: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    """A hash of (seed, continuation): see `of`."""
+    biased: list[int] = field(default_factory=list)
+    """Rows whose logits may be added to."""
+    has_penalties: bool = False
+
+    def is_of(self, requests: Sequence[Request]) -> bool:
+        return len(requests) == len(self.requests) and all(map(operator.is_, requests, self.requests))
+
+    def uniform(self, num_drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """One number in [0, 1) a request, for its next draw after so many."""
+        return (_mix(self.streams + num_drawn.astype(np.uint64)) >> np.uint64(32)) / 2.0**32
+
+    @classmethod
+    def of(cls, requests: list[Request], seed: int) -> _Drawing:
+        """A draw is a hash of (seed, continuation, how many tokens were drawn before), so it depends neither
+        on the company in the batch nor on preemption. A request without a seed gets the engine's, and its
+        order of arrival as a continuation of its own.
+        """
+        params = [request.params for request in requests]
+        columns = {"temperature": np.array([p.temperature for p in params], dtype=np.float32)}
+        if any(p.top_k > 0 for p in params):
+            columns["top_k"] = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
+        if any(p.top_p < 1 for p in params):
+            columns["top_p"] = np.array([p.top_p for p in params], dtype=np.float32)
+        if any(p.min_p > 0 for p in params):
+            columns["min_p"] = np.array([p.min_p for p in params], dtype=np.float32)
+        if any(p.logprobs is not None for p in params):
+            columns["num_logprobs"] = np.array([-1 if p.logprobs is None else p.logprobs for p in params])
+        seeds = np.array([seed if p.seed is None else p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
+        streams = np.array(
+            [r.index + (0 if r.params.seed is not None else (r.arrival_seq + 1) << 16) for r in requests],
+            dtype=np.uint64,
+        )
+        return cls(
+            requests,
+            [request.id for request in requests],
+            np.array([request.num_prompt for request in requests]),
+            columns,
+            _mix(_mix(seeds) + streams),
+            [row for row, p in enumerate(params) if p.logit_bias or p.min_tokens > 0],
+            any(p.has_penalties for p in params),
+        )
+
+
 class InputBuilder:
     """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw
     from.
@@ -132,6 +187,7 @@ class InputBuilder:
         self._table = np.zeros((0, 0), dtype=np.int32)
         self._table_ids: list[str] = []
         """The last step's block table, and whose rows these are."""
+        self._drawing = _Drawing()
         self._previous_rows: dict[str, int] = {}
         self._num_prompt_scored: dict[str, int] = {}
 
@@ -231,62 +287,37 @@ class InputBuilder:
     def _sampling(
         self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
     ) -> tuple[SamplingInput | None, list[str]]:
-        drawing = [
-            (row, requests[request_id]) for row, seq in enumerate(sequences) for request_id in seq.samples
-        ]
-        if not drawing:
+        row_of = [row for row, seq in enumerate(sequences) for _ in seq.samples]
+        if not row_of:
             return None, []
-        drawn = [request for _, request in drawing]
-        num_drawn = [sequences[row].start + sequences[row].length - r.num_prompt for row, r in drawing]
-        params = [request.params for request in drawn]
+        drawn = [requests[request_id] for seq in sequences for request_id in seq.samples]
+        drawing = self._drawing
+        if not drawing.is_of(drawn):
+            drawing = self._drawing = _Drawing.of(drawn, self._seed)
+        ends = np.array([sequences[row].start + sequences[row].length for row in row_of])
+        num_drawn = ends - drawing.num_prompt
         sampling = SamplingInput(
-            rows=query_start[[row + 1 for row, _ in drawing]] - 1,
-            temperature=np.array([p.temperature for p in params], dtype=np.float32),
-            uniform=self._uniform(drawn, num_drawn),
+            rows=query_start[1:][row_of] - 1,
+            uniform=drawing.uniform(num_drawn),
+            bias=self._bias(drawing, num_drawn),
+            penalties=_penalties(drawn) if drawing.has_penalties else None,
+            **drawing.columns,
         )
-        if any(p.top_k > 0 for p in params):
-            sampling.top_k = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
-        if any(p.top_p < 1 for p in params):
-            sampling.top_p = np.array([p.top_p for p in params], dtype=np.float32)
-        if any(p.min_p > 0 for p in params):
-            sampling.min_p = np.array([p.min_p for p in params], dtype=np.float32)
-        if any(p.logprobs is not None for p in params):
-            sampling.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params])
-        sampling.bias = self._bias(drawn, num_drawn)
-        if any(p.has_penalties for p in params):
-            sampling.penalties = _penalties(drawn)
-        return sampling, [request.id for request in drawn]
-
-    def _uniform(self, requests: Sequence[Request], num_drawn: Sequence[int]) -> np.ndarray:
-        """One number in [0, 1) a draw: a hash of (seed, continuation, how many tokens were drawn before).
-
-        So a draw depends neither on the company in the batch nor on preemption. A request without a seed gets
-        the engine's, and its order of arrival as a continuation of its own.
-        """
-        seeds = np.array(
-            [self._seed if r.params.seed is None else r.params.seed & (2**64 - 1) for r in requests],
-            dtype=np.uint64,
-        )
-        streams = np.array(
-            [r.index + (0 if r.params.seed is not None else (r.arrival_seq + 1) << 16) for r in requests],
-            dtype=np.uint64,
-        )
-        draws = np.array(num_drawn, dtype=np.uint64)
-        return (_mix(_mix(_mix(seeds) + streams) + draws) >> np.uint64(32)) / 2.0**32
+        return sampling, drawing.ids
 
     def _bias(
-        self, requests: Sequence[Request], num_drawn: Sequence[int]
+        self, drawing: _Drawing, num_drawn: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         rows: list[int] = []
         tokens: list[int] = []
         values: list[float] = []
-        for row, (request, drawn) in enumerate(zip(requests, num_drawn, strict=True)):
-            params = request.params
+        for row in drawing.biased:
+            params = drawing.requests[row].params
             if params.logit_bias:
                 rows += [row] * len(params.logit_bias)
                 tokens += params.logit_bias.keys()
                 values += (max(value, BANNED) for value in params.logit_bias.values())
-            if drawn < params.min_tokens:
+            if num_drawn[row] < params.min_tokens:
                 banned = set(params.stop_token_ids)
                 if not params.ignore_eos:
                     banned.update(self._eos_token_ids)

@@ -7,7 +7,7 @@ import pytest
 
 from hybridserve.core.request import Request, SamplingParams
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
-from hybridserve.engine.input_builder import BANNED, InputBuilder
+from hybridserve.engine.input_builder import BANNED, InputBuilder, _Drawing
 
 
 def make_request(request_id: str, num_prompt: int, output: tuple[int, ...] = (), **params: object) -> Request:
@@ -90,6 +90,31 @@ def test_block_table_follows_a_request_that_starts_again_elsewhere() -> None:
     assert builder.build(step, {"r": request}).input.block_table.tolist() == [[7, 8, 9]]
 
 
+def test_what_is_kept_of_those_who_draw_is_of_them() -> None:
+    """Another request may have the id of one that ended; the same ones may come in another order."""
+
+    def columns(*requests: Request) -> tuple[list[float], list[int] | None, list[str], list[float] | None]:
+        sequences = [
+            ScheduledSequence(r.id, 0, r.num_known, (r.id,), False, (i,), i)
+            for i, r in enumerate(requests, start=1)
+        ]
+        built = builder.build(make_step(*sequences), {r.id: r for r in requests})
+        sampling = built.input.sampling
+        assert sampling is not None
+        top_k = None if sampling.top_k is None else sampling.top_k.tolist()
+        bias = None if sampling.bias is None else sampling.bias[2].tolist()
+        return sampling.temperature.tolist(), top_k, built.sample_ids, bias
+
+    builder = InputBuilder(block_size=4, seed=3)
+    a, b = make_request("a", 3, temperature=0.5), make_request("b", 3, temperature=0.25, top_k=4)
+    assert columns(a, b) == ([0.5, 0.25], [0, 4], ["a", "b"], None)
+    assert columns(a, b) == ([0.5, 0.25], [0, 4], ["a", "b"], None)
+    assert columns(b, a) == ([0.25, 0.5], [4, 0], ["b", "a"], None)
+    assert columns(a) == ([0.5], None, ["a"], None)
+    again = make_request("a", 3, temperature=2.0, logit_bias={5: 1.5})
+    assert columns(again) == ([2.0], None, ["a"], [1.5])
+
+
 def test_draws_depend_on_seed_continuation_and_position_alone() -> None:
     def uniform(builder: InputBuilder, *requests: Request) -> list[float]:
         sequences = [
@@ -121,9 +146,8 @@ def test_draws_depend_on_seed_continuation_and_position_alone() -> None:
 
 
 def test_draws_are_uniform() -> None:
-    builder = InputBuilder(block_size=4, seed=0)
-    requests = [make_request("r", 3, seed=seed) for seed in range(100)]
-    drawn = np.concatenate([builder._uniform(requests, [position] * 100) for position in range(50)])
+    drawing = _Drawing.of([make_request("r", 3, seed=seed) for seed in range(100)], 0)
+    drawn = np.concatenate([drawing.uniform(np.full(100, position)) for position in range(50)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
     histogram = np.histogram(drawn, bins=20, range=(0, 1))[0]
