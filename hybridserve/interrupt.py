@@ -1,6 +1,8 @@
-"""What Ctrl-C means to the command line while it imports, and while it works.
+"""What Ctrl-C means to the command line while it imports, and while it works; and what being ended means to
+work that has something to clean up.
 
-Knows signals. The library does not use it: how a program is interrupted is that program's business.
+Knows signals. The library does not use it: how a program is interrupted is that program's business
+(`engine.interrupts` only chooses the moment).
 """
 
 from __future__ import annotations
@@ -69,3 +71,39 @@ def interrupt_prevails() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if handler.has_raised:
         raise KeyboardInterrupt
+
+
+class _Exit:
+    """Raises SystemExit with the status that shells report, once, and remembers it."""
+
+    status = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.status:  # cleaning up is not interrupted
+            self.status = 128 + number
+            raise SystemExit(self.status)
+
+
+@contextlib.contextmanager
+def ending_unwinds() -> Iterator[None]:
+    """For work that leaves something behind if SIGTERM or SIGHUP just ends it: they are raised as SystemExit,
+    which is what comes out, as `interrupt_prevails` has it of KeyboardInterrupt."""
+    handler = _Exit()
+    before = {}
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # else it is ignored, or somebody else's
+                before[number] = signal.signal(number, handler)
+    except ValueError:  # only the main thread may
+        yield
+        return
+    try:
+        yield
+    except Exception:
+        if not handler.status:
+            raise
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+    if handler.status:
+        raise SystemExit(handler.status)

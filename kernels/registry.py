@@ -34,6 +34,9 @@ class Backend(ABC):
     """How it rounds the activations that meet one-byte weights, where the format does not ask for it; empty:
     not at all."""
 
+    copies_codes: ClassVar[str] = ""
+    """What of a one-byte weight it writes to memory as plain numbers in every product; empty: nothing."""
+
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
         """Why this backend can't run here, or None if it can."""
@@ -78,7 +81,7 @@ def select(
     obstacles = {backend.name: backend.why_not(capabilities) for backend in table}
     if wanted == EXACT:
         for backend in table:
-            if backend.rounding and obstacles[backend.name] is None:
+            if capabilities.weights != "none" and backend.rounding and obstacles[backend.name] is None:
                 obstacles[backend.name] = f"rounds activations {backend.rounding}"
     is_open = wanted in (AUTO, EXACT)
     chosen = next((b for b in table if (is_open or wanted == b.name) and obstacles[b.name] is None), None)

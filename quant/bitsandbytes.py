@@ -37,8 +37,7 @@ class BnbFormat(ScaledFormat):
             return "bitsandbytes is not installed: pip install 'hybridserve[quant]'"
         return None
 
-    @property
-    def note(self) -> str:
+    def note(self, *, projections: bool, experts: bool) -> str:
         return "each product dequantizes its whole weight first; activations as they are"
 
     @abstractmethod

@@ -25,8 +25,9 @@ METHOD = "compressed-tensors"
 CODES = "weight"
 PACKED = "weight_packed"
 SCALE = "weight_scale"
-IGNORED = ("weight_shape", "input_scale")
-"""Parts of a module that add nothing: the shape is known, and activations are never rounded by a fixed
+SHAPE = "weight_shape"
+BESIDE = (SCALE, SHAPE, "input_scale")
+"""Parts of a module that are not its codes. The last adds nothing: activations are never rounded by a fixed
 scale."""
 
 CODE_DTYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
@@ -38,6 +39,15 @@ WRITTEN = {
     Fp8Format.name: "float-quantized",
 }
 """Format -> what the layout calls the way in which its codes are stored."""
+
+STORED = {
+    "int-quantized": ("int",),
+    "pack-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+    "mixed-precision": ("int", "float"),
+}
+"""Ways to store codes -> the types that these may have."""
 
 Nothing = Annotated[None, BeforeValidator(lambda value: value or None)]
 """What must not be set; an empty list or mapping is nothing."""
@@ -109,6 +119,10 @@ def read_config(config: Mapping[str, Any]) -> Quantization | None:
         name = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where}: {name}: {first['input']!r}: not supported ({first['msg']})") from None
     groups = list(parsed.config_groups.values())
+    for name, group in parsed.config_groups.items():
+        layout, kind = group.format or parsed.format, group.weights.type
+        if layout is not None and kind not in STORED[layout]:
+            raise ValueError(f"{where}: config_groups.{name}: {kind} weights, but the format is {layout}")
     formats = {_format(group, f"{where}: config_groups") for group in groups}
     if len(formats) > 1:
         raise ValueError(f"{where}: config_groups: {' and '.join(sorted(formats))} in one checkpoint")

@@ -60,9 +60,8 @@ class WeightFormat(ABC):
         self.moe = moe
         self.stored = stored
 
-    @property
-    def note(self) -> str:
-        """How it is computed, for whoever must judge its speed and its accuracy."""
+    def note(self, *, projections: bool, experts: bool) -> str:
+        """How what is quantized is computed, for whoever must judge its speed and its accuracy."""
         return ""
 
     @abstractmethod

@@ -6,10 +6,10 @@ that they play. Knows names and roles; knows no model and no tensor.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hybridserve.quant.patterns import pattern
 from hybridserve.quant.unquantized import UnquantizedFormat
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ GROUPS: Mapping[str, frozenset[Role]] = {
 }
 """What may be said instead of names -> the roles that it means."""
 
+PATTERN = "re:"
+"""What a target begins with that is a pattern."""
+
 _LISTED = 6
 """Names in an error, at most."""
 
@@ -36,8 +39,9 @@ _LISTED = 6
 class Quantization:
     """A format, and the modules that have it.
 
-    targets: groups and names of modules, whole or from a dot on; of a checkpoint that is quantized already,
-    also `Linear` (every projection) and `re:` patterns. ignore: the same, of modules that are left out.
+    targets: groups, names of modules, whole or from a dot on, and patterns of whole names after `re:`; of a
+    checkpoint that is quantized already, also `Linear` (every projection). ignore: the same, of modules that
+    are left out. ValueError for a pattern that is not understood.
     """
 
     format: str = UnquantizedFormat.name
@@ -45,6 +49,19 @@ class Quantization:
     ignore: tuple[str, ...] = ()
     stored: bool = False
     """Whether the checkpoint is quantized already."""
+
+    def __post_init__(self) -> None:
+        for target in (*self.targets, *self.ignore):
+            if target.startswith(PATTERN):
+                try:
+                    pattern(target.removeprefix(PATTERN))
+                except ValueError as error:
+                    raise ValueError(f"{self.origin}: {target!r}: {error}") from None
+
+    @property
+    def origin(self) -> str:
+        """Who says so, as an error begins."""
+        return "config.json: quantization_config" if self.stored else "quantization.targets"
 
     def selects(self, name: str, role: Role) -> bool:
         if any(_names(target, name) for target in self.ignore):
@@ -56,8 +73,8 @@ class Quantization:
 
 
 def _names(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
+    if target.startswith(PATTERN):
+        return pattern(target.removeprefix(PATTERN)).matches(name)
     return name == target or name.endswith(f".{target}")
 
 
@@ -74,6 +91,8 @@ class FormatPolicy:
         self.plain = plain
         self.quantization = quantization or Quantization()
         self.formats: dict[str, WeightFormat] = {}
+        self.of_experts: set[str] = set()
+        """Those of them that are computed by the backend of experts."""
         self._quantized = quantized
 
     def linear(self, names: Sequence[str], role: Role) -> WeightFormat:
@@ -83,6 +102,7 @@ class FormatPolicy:
 
     def experts(self, name: str, names: Sequence[str]) -> WeightFormat:
         """The same for the experts of one layer, `names`, in the module `name`."""
+        self.of_experts.update(names)
         whole = self.quantization.selects(name, "experts") and not self.quantization.stored
         return self._choose(names, [whole or self.quantization.selects(each, "experts") for each in names])
 
@@ -122,10 +142,9 @@ class FormatPolicy:
     def _refuse_part(self, names: Sequence[str], selected: Sequence[bool]) -> None:
         inside = [name for name, yes in zip(names, selected, strict=True) if yes]
         rest = [name for name, yes in zip(names, selected, strict=True) if not yes]
-        where = "config.json: quantization_config" if self.quantization.stored else "quantization.targets"
         raise ValueError(
-            f"{where}: quantizes {_list(inside)}, which is computed together with {_list(rest)}: "
-            "all of them must be quantized, or none"
+            f"{self.quantization.origin}: quantizes {_list(inside)}, which is computed together with "
+            f"{_list(rest)}: all of them must be quantized, or none"
         )
 
 

@@ -14,7 +14,10 @@ from hybridserve.kernels.gemm.interface import ScaledWeight
 from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from hybridserve.kernels.moe.interface import ExpertDelta
+    from hybridserve.kernels.registry import Backend
 
 _SLICE_ELEMENTS = 1 << 18
 """Of a tensor, quantized at once: they stay in cache, and need little memory beside it."""
@@ -33,12 +36,22 @@ class ScaledFormat(WeightFormat):
         """A plain weight [out, in] of any dtype, each row by itself. Where a row holds NaN or infinity, its
         scale does."""
 
-    @property
-    def note(self) -> str:
-        rounding = self.gemm.rounding or self.moe.rounding
+    def note(self, *, projections: bool, experts: bool) -> str:
+        used: dict[str, Backend] = {}
+        if projections:
+            used["projections"] = self.gemm
+        if experts:
+            used["experts"] = self.moe
+        return "; ".join((self._roundings(used), *_copies(used)))
+
+    def _roundings(self, used: Mapping[str, Backend]) -> str:
         if self.int8_rows:
             return "activations rounded to int8 a row"
-        return f"activations rounded {rounding}" if rounding else "activations as they are"
+        roundings = {part: backend.rounding for part, backend in used.items()}
+        if len(set(roundings.values())) == 1:
+            return f"activations {_as_rounded(*set(roundings.values()))}"
+        parts = (f"of {part} {_as_rounded(rounding)}" for part, rounding in roundings.items())
+        return f"activations {', '.join(parts)}"
 
     def create_linear(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
@@ -143,6 +156,16 @@ class ScaledFormat(WeightFormat):
             raise WeightError("is quantized, but the checkpoint has no quantization_config")
         if source.codes.dtype != self.code_dtype:
             raise WeightError(f"holds {source.codes.dtype} codes, but the checkpoint's format is {self.name}")
+
+
+def _as_rounded(rounding: str) -> str:
+    return f"rounded {rounding}" if rounding else "as they are"
+
+
+def _copies(used: Mapping[str, Backend]) -> Iterator[str]:
+    for part, backend in used.items():
+        if backend.copies_codes:
+            yield f"a product of {part} ({backend.name}) makes {backend.copies_codes}"
 
 
 def divide_rows(weight: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:

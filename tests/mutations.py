@@ -1,7 +1,8 @@
 """The faults of the recipes, as monkeypatches. Each one makes the engine wrong in the way that its recipe is
 about; none merely raises.
 
-`MUTATIONS` maps a recipe's name to a function that injects its fault through a pytest.MonkeyPatch.
+`MUTATIONS` maps a recipe's name to a function that injects its fault through a pytest.MonkeyPatch;
+`W8A8_MUTATIONS` are those of formats that round activations.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hybridserve.core.scheduler import Scheduler
 from hybridserve.core.slot_pool import SlotPool
 from hybridserve.engine.input_builder import InputBuilder, StepInput
 from hybridserve.kernels.ssm import BACKENDS as SSM_BACKENDS
+from hybridserve.quant.scaled import ScaledFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,4 +228,24 @@ MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "f041_every_step_advances": chunks_are_rounded_down,
     "f057_freed_under_a_running_step": memory_is_freed_at_once,
     "fork_n": a_fork_forgets_the_state,
+}
+
+
+def projections_keep_activations(patch: pytest.MonkeyPatch) -> None:
+    plain = ScaledFormat._linear
+    patch.setattr(ScaledFormat, "_linear", lambda self, w: plain(self, w)._replace(int8_rows=False))
+
+
+def experts_keep_activations(patch: pytest.MonkeyPatch) -> None:
+    plain = ScaledFormat._experts
+
+    def experts(self: Any, weights: Any) -> Any:
+        return tuple(weight._replace(int8_rows=False) for weight in plain(self, weights))
+
+    patch.setattr(ScaledFormat, "_experts", experts)
+
+
+W8A8_MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "projections_keep_activations": projections_keep_activations,
+    "experts_keep_activations": experts_keep_activations,
 }

@@ -229,7 +229,6 @@ class FairQueue:
     def begin_again(self, requests: Iterable[Request]) -> None:
         """These are all requests that there are, and none runs: queue them, whatever the books say now. What
         each share was served stays."""
-        ended = [share for share in self.shares.values() if share.num_requests]
         for share in self.shares.values():
             share.num_requests = share.num_running = share.num_queued = 0
             share.lanes.clear()
@@ -240,8 +239,8 @@ class FairQueue:
         for request in requests:
             self.open(request)
             self._queue(request, self.shares[request.adapter])
-        for share in ended:
-            if not share.num_requests:
+        for share in list(self.shares.values()):
+            if not share.num_requests and share not in self._idle:
                 self._became_idle(share)
 
     def _clear_turns(self) -> None:

@@ -8,11 +8,11 @@ files and names; computes nothing.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridserve.engine.new_directory import check_new, new_directory
 from hybridserve.engine.planner import bare_context
 from hybridserve.engine.quantization_plan import plan_quantization
 from hybridserve.models.config import checkpoint_dtype, load_hf_config
@@ -65,15 +65,15 @@ class Report:
 
 
 def quantize_checkpoint(model: Path, out: Path, format_name: str, targets: tuple[str, ...] | None) -> Report:
-    """Write `model`, quantized, into the new directory `out`; all of it or nothing.
+    """Write `model`, quantized, into the new or empty directory `out`; all of it or nothing.
 
-    Raises ValueError for what can't be quantized or written; what exists in `out` is never touched.
+    Raises ValueError for what can't be quantized, ValueError or OSError for what can't be written; what
+    exists in `out` is never touched.
     """
     if format_name not in compressed_tensors.WRITTEN:
         names = ", ".join(compressed_tensors.WRITTEN)
         raise ValueError(f"--format: {format_name!r} can't be written to a checkpoint (can: {names})")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: exists, and is not an empty directory")
+    check_new(out)
     config = load_hf_config(model)
     if compressed_tensors.read_config(config) is not None:
         raise ValueError(f"{model}: is quantized already")
@@ -83,20 +83,14 @@ def quantize_checkpoint(model: Path, out: Path, format_name: str, targets: tuple
     if plan is None:
         raise ValueError(f"{model}: has nothing that {', '.join(targets or ('all',))} means")
     writer = _Writer(Checkpoint(model, context.weights), context.weights, context.formats)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
-    unfinished.mkdir()
-    try:
-        bytes_before, bytes_after = writer.write(unfinished)
+    with new_directory(out, last="config.json") as folder:
+        bytes_before, bytes_after = writer.write(folder)
         quantized, kept = writer.modules()
         report = Report(plan, quantized, kept, bytes_before, bytes_after)
-        _copy_small_files(model, unfinished)
+        _copy_small_files(model, folder)
         quantization = compressed_tensors.write_config(format_name, writer.ignored())
-        _write_json(unfinished / "config.json", {**config, "quantization_config": quantization})
-        _write_json(unfinished / REPORT_FILE, report.to_dict())
-        unfinished.replace(out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _write_json(folder / "config.json", {**config, "quantization_config": quantization})
+        _write_json(folder / REPORT_FILE, report.to_dict())
     return report
 
 

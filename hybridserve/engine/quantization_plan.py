@@ -55,25 +55,37 @@ class QuantizationPlan:
         return f"{', '.join(self.quantized_kinds)}{kept}"
 
 
-def plan_quantization(contexts: Sequence[BuildContext]) -> QuantizationPlan | None:
-    """Of a model whose stages were just built; None if nothing of it is quantized. ValueError for a target
-    that names nothing."""
+def plan_quantization(contexts: Sequence[BuildContext], *, here: bool = True) -> QuantizationPlan | None:
+    """Of a model whose stages were just built, `here` for this machine's backends; None if nothing of it is
+    quantized. ValueError for a target that names nothing, and for a checkpoint's that all do."""
     tensors: dict[str, CheckpointTensor] = {}
     chosen: dict[str, WeightFormat] = {}
+    of_experts: set[str] = set()
     for context in contexts:
         tensors |= context.weights.tensors
         chosen |= context.formats.formats
+        of_experts |= context.formats.of_experts
     contexts[0].formats.check_targets(chosen, tensors)
     quantized = {name: kind for name, kind in chosen.items() if kind.name != UnquantizedFormat.name}
+    wanted = contexts[0].formats.quantization
     if not quantized:
+        if wanted.stored:
+            listed = ", ".join(map(repr, wanted.targets))
+            raise ValueError(
+                f"{wanted.origin}: no module of this model is quantized by its targets {listed}, less what "
+                "it ignores"
+            )
         return None
     num_quantized = sum(tensors[f"{name}.weight"].num_elements for name in quantized)
+    how = next(iter(quantized.values())).note(
+        projections=bool(quantized.keys() - of_experts), experts=bool(quantized.keys() & of_experts)
+    )
     return QuantizationPlan(
-        contexts[0].formats.quantization,
+        wanted,
         num_quantized / sum(context.weights.num_parameters for context in contexts),
         _kinds(quantized.keys()),
         _kinds(chosen.keys() - quantized.keys()),
-        next(iter(quantized.values())).note,
+        how if here else "how it is computed there is not known",
     )
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 class Reference(GemmBackend):
     name = "reference"
+    copies_codes = "a plain copy of its whole weight"
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         y = product(x, weight)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 class Reference(MoEBackend):
     name = "reference"
+    copies_codes = "a plain copy of an expert's whole weight for each token"
 
     def route(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 class TorchNative(MoEBackend):
     name = "torch_native"
+    copies_codes = "plain copies of slices of its weight"
 
     def route(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool

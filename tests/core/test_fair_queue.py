@@ -339,3 +339,40 @@ def test_check_integrity_sees_corruption(corruption: str) -> None:
             queue.shares[request.adapter].num_requests -= 1
     with pytest.raises(IntegrityError):
         queue.check_integrity()
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "_turns", "_lanes", "_queued", "place", "counts"])
+def test_beginning_again_mends_the_books_and_keeps_the_claims(spoil: str) -> None:
+    """Whatever a call that did not come to its end has left: only what was served counts."""
+    queue = Queue()
+    waiting = [queue.put(name) for name in "aab-"]
+    running = [queue.put(name) for name in "bc"]
+    for request, cost in zip(running, (5, 7), strict=True):
+        queue.begin(request)
+        queue.shares[request.adapter].num_computed_tokens += cost
+    served = {name: share.served for name, share in queue.shares.items()}
+    gone = queue.put("d")
+    match spoil:
+        case "_turns":
+            for turns in queue._turns.values():
+                turns._by_order._filed.clear()
+        case "_queued":
+            queue._queued._filed.clear()
+        case "place":
+            for lane in queue._lanes.values():
+                lane.place = None
+        case "counts":
+            for share in queue.shares.values():
+                share.num_queued += 1
+                share.num_requests -= 1
+        case "_lanes":
+            queue._lanes.clear()
+    if spoil != "nothing":
+        with pytest.raises(IntegrityError):
+            queue.check_integrity()
+    queue.begin_again([*waiting, *running])
+    queue.check_integrity()
+    assert len(queue) == 6
+    assert {name: queue.shares[name].served for name in served} == served
+    assert queue.shares[gone.adapter].num_requests == 0
+    assert queue.drain(cost=100) == "a-bcab"

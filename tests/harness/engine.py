@@ -406,14 +406,23 @@ class Oracle:
         """Greedy tokens, the logits that they were drawn from, and the final states are the oracle's."""
         fed = [*result.prompt_ids, *result.token_ids[:-1]]
         logits, states = self.forward(fed)
+        tolerance = self.tolerance(fed)
         expected = logits[len(result.prompt_ids) - 1 :]
         # what has been drawn is never drawn again, so there is one row of logits a token
         assert len(result.logits) == len(result.token_ids)
-        assert (torch.stack(result.logits) - expected).abs().max() <= TOLERANCE
-        assert result.token_ids == expected.argmax(-1).tolist()
+        assert (torch.stack(result.logits) - expected).abs().max() <= tolerance
+        if tolerance == TOLERANCE:
+            assert result.token_ids == expected.argmax(-1).tolist()
+        else:
+            drawn = expected.gather(1, torch.tensor(result.token_ids).unsqueeze(1)).squeeze(1)
+            assert (expected.amax(-1) - drawn <= 2 * tolerance).all()
         assert len(states) == len(result.states)
         for mine, theirs in zip(result.states, states, strict=True):
-            assert (mine - theirs).abs().max() <= TOLERANCE
+            assert (mine - theirs).abs().max() <= tolerance
+
+    def tolerance(self, token_ids: Sequence[int]) -> float:
+        """Of the answer to these."""
+        return TOLERANCE
 
     def check_all(self, results: Mapping[tuple[str, int], Result]) -> None:
         for key, result in results.items():

@@ -114,6 +114,26 @@ def test_rounding_is_bounded_by_the_largest_of_a_row() -> None:
     assert error[3].max() > 20 * error[2].max()
 
 
+def test_rows_have_15_bits() -> None:
+    """From -16383 to 16383: beside an element of 1, what is read of another says how fine a step is. With a
+    bit less, 0.6 steps would be none; with a bit more, 0.4 would not."""
+    assert Native.rounding == moe.Native.rounding == "to 15 bits a row"
+    step = 1 / (2**14 - 1)
+    x = torch.tensor([[1.0, 0.6 * step], [1.0, 0.4 * step], [1.0, 1.4 * step], [-1.0, -0.6 * step]])
+    expected = torch.tensor([step, 0, step, -step])
+    second = ScaledWeight(torch.tensor([[0, 1]], dtype=torch.int8), torch.ones(1))
+    torch.testing.assert_close(Native().linear(x, second, None)[:, 0], expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(NativeExact().linear(x, second, None)[:, 0], x[:, 1], rtol=1e-5, atol=0)
+
+    gate_up = ScaledWeight(torch.tensor([[[100, 0], [0, 1]]], dtype=torch.int8), torch.ones(1, 2))
+    down = ScaledWeight(torch.tensor([[[1], [1]]], dtype=torch.int8), torch.ones(1, 2))
+    routing = torch.ones(4, 1), torch.zeros(4, 1, dtype=torch.int64)
+    y = moe.Native().experts(x, *routing, gate_up, down)[:, 0]  # silu(100) is 100
+    torch.testing.assert_close(y[:3], 100 * expected[:3], rtol=1e-4, atol=0)
+    y = moe.NativeExact().experts(x, *routing, gate_up, down)[:, 0]
+    torch.testing.assert_close(y[:3], 100 * x[:3, 1], rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("backend", [Native(), NativeExact()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

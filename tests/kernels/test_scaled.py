@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +12,12 @@ from hybridserve.kernels import gemm, moe
 from hybridserve.kernels.gemm.interface import GemmBackend, ScaledWeight, round_rows
 from hybridserve.kernels.gemm.onednn import OneDNN
 from hybridserve.kernels.registry import Backend, Capabilities, select
+from tests.harness.models import Backends, random_ids, save_model
+from tests.harness.quantized import QuantizedModel, everything
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hybridserve.kernels.moe.interface import ExpertGroups, MoEBackend
 
 KINDS = {"int8": (torch.int8, False), "int8-w8a8": (torch.int8, True), "fp8": (torch.float8_e4m3fn, False)}
@@ -144,7 +149,8 @@ class TestOneDNN:
                     actual = backend.linear(x, some_weight, bias)
                     torch.testing.assert_close(actual, gemm.Reference().linear(x, weight, bias))
 
-    def test_int8(self) -> None:
+    def test_int8(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
         backend, weight, bias = OneDNN(), scaled(70, 33, kind="int8-w8a8", largest=60), random(70)
         packed = backend.pack_scaled(weight)
         assert packed.codes.is_mkldnn
@@ -154,13 +160,57 @@ class TestOneDNN:
             actual = backend.linear(x, packed, bias)
             torch.testing.assert_close(actual, gemm.Reference().linear(x, weight, bias))
 
-    def test_says_why_not(self) -> None:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_others_are_natives(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Large codes, too: without instructions for them, oneDNN's sums would overflow."""
+        made(gemm.Native, kind, torch.float32)
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: kind != "int8-w8a8")
+        backend, weight, bias = OneDNN(), scaled(70, 33, kind=kind), random(70)
+        packed = backend.pack_scaled(weight)
+        assert not packed.codes.is_mkldnn
+        assert torch.equal(backend.unpack_scaled(packed).codes.float(), weight.codes.float())
+        for rows in (0, 1, 40):
+            x = random(rows, 33)
+            assert torch.equal(backend.linear(x, packed, bias), gemm.Native().linear(x, weight, bias))
+
+    def test_a_quantized_model_keeps_its_plain_weights_packed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made(gemm.Native, "int8", torch.bfloat16)
+        save_model("jamba", tmp_path, 0, num_hidden_layers=3, dtype=torch.bfloat16)
+        models = {}
+        for backend in (OneDNN(), gemm.NativeExact()):
+            backends = Backends(gemm=backend)
+            model = QuantizedModel(tmp_path, everything("int8"), backends, torch.float32)
+            models[backend.name] = model
+        mixer = models["onednn"].model.layers[0].mixer  # type: ignore[attr-defined]
+        assert mixer.x_proj.projection.weights["weight"].is_mkldnn
+        assert mixer.in_proj.weights["codes"].dtype == torch.int8
+        ids = random_ids(0, 9)
+        one, other = (model.runner.run(ids) for model in models.values())
+        assert 0 < (one - other).abs().max() <= 1e-2, "rows that int8 codes meet are rounded"
+
+    def test_says_why_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert OneDNN.why_not(Capabilities("cuda", "bfloat16")) == "runs on CPUs only"
         assert "float32" in str(OneDNN.why_not(Capabilities("cpu", "float32")))
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            assert "int8" in str(OneDNN.why_not(Capabilities("cpu", "bfloat16", "int8")))
-        else:
-            assert OneDNN.why_not(Capabilities("cpu", "bfloat16")) == "this CPU has no bfloat16 instructions"
+        here = Capabilities("cpu", "bfloat16")
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+        assert OneDNN.why_not(here) == "this CPU has no bfloat16 instructions"
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+        for weights in ("none", "bnb-int8"):
+            assert OneDNN.why_not(replace(here, weights=weights)) is None
+        assert OneDNN.rounding == gemm.Native.rounding
+        assert select("gemm", "exact", here).name == "onednn", "there is nothing to round"
+        if gemm.Native.why_not(here) is None:
+            assert OneDNN.why_not(replace(here, weights="int8")) is None
+            assert select("gemm", "exact", replace(here, weights="int8")).name == "native_exact"
+        monkeypatch.setattr(gemm.Native, "why_not", classmethod(lambda cls, capabilities: "is broken"))
+        for vnni in (False, True):
+            monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda vnni=vnni: vnni)
+            found = {kind: OneDNN.why_not(replace(here, weights=kind)) for kind in KINDS}
+            assert found["int8"] == "leaves int8 weights to native, and that is broken"
+            assert found["fp8"] == "leaves fp8 weights to native, and that is broken"
+            assert (found["int8-w8a8"] is None) == vnni
 
 
 class Rounding(Backend):

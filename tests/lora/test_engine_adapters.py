@@ -266,11 +266,13 @@ def test_l063_a_slow_load_holds_nobody_up_and_happens_once(
 ) -> None:
     """A file that takes two seconds to be read, by the reader that there is."""
     engine = AdapterEngine(kit, ["A", "B"], lora={"host_bytes": 1}, chunk=64)
-    plain, reads = TensorFile.read, []
+    plain, reads, steps = TensorFile.read, [], []
 
     def slow(self: TensorFile, name: str) -> torch.Tensor:
         reads.append((self.path, name))
+        before = engine.steps
         time.sleep(1)
+        steps.append(engine.steps - before)
         return plain(self, name)
 
     monkeypatch.setattr(TensorFile, "read", slow)
@@ -294,8 +296,8 @@ def test_l063_a_slow_load_holds_nobody_up_and_happens_once(
         (kit.adapter("B") / WEIGHTS_FILE, f"{Q_PROJ}.lora_{part}.weight") for part in "AB"
     ]
     assert loaded - begin > 2
-    assert len(gaps) > 50
-    assert max(gaps) < 0.5, "a running request waited for the reader"
+    assert min(steps) > 5, "a running request waited for the reader"
+    assert max(gaps) < 0.9  # less than a read takes, however busy the machine is
 
 
 def test_waiting_for_the_loader_does_not_spin(

@@ -13,7 +13,7 @@ from hybridserve.models.registry import build_model
 from hybridserve.quant.compressed_tensors import resolve
 from hybridserve.quant.policy import Quantization
 from tests.harness.models import Backends, random_ids, save_model
-from tests.harness.quantized import QuantizedModel, everything
+from tests.harness.quantized import QuantizedModel, dequantized_copy, everything
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,13 +149,24 @@ def test_a_part_of_what_is_merged_is_refused(jamba: Path, targets: tuple[str, ..
         built(jamba, *targets)
 
 
-def test_named_delicate_modules_work(jamba: Path) -> None:
+def test_named_delicate_modules_work(jamba: Path, tmp_path: Path) -> None:
+    """And the model is that of its dequantized weights."""
     ids = random_ids(0, 12)
     model = QuantizedModel(jamba, Quantization("int8", ("all", "x_proj", "dt_proj", "router", "lm_head")))
     assert set(model.formats.values()) == {"int8"}
-    plain = QuantizedModel(jamba, Quantization())
-    difference = (model.runner.run(ids) - plain.runner.run(ids)).abs()
-    assert 0 < difference.mean() < 0.2
+    logits = model.runner.run(ids)
+    rounded = QuantizedModel(dequantized_copy(model, jamba, tmp_path / "rounded"), Quantization())
+    assert (logits - rounded.runner.run(ids)).abs().max() <= 1e-4
+    without = QuantizedModel(jamba, everything("int8")).runner.run(ids)
+    assert (logits - without).abs().mean() > 1e-3, "that they are quantized would not be seen"
+
+
+def test_patterns_name_modules_too(jamba: Path) -> None:
+    assert kinds(jamba, r"re:.*\.mamba\.(in|out)_proj$")[0] == {"in_proj", "out_proj"}
+    with pytest.raises(ValueError, match=r"'re:.*nothing' names no module of this model"):
+        plan_quantization([built(jamba, "re:.*nothing")])
+    with pytest.raises(ValueError, match=r"'re:.*norm.*' is never quantized"):
+        plan_quantization([built(jamba, "re:.*norm.*")])
 
 
 @pytest.mark.parametrize("family", ["mamba", "llama", "qwen2"])
