@@ -20,7 +20,7 @@ from hybridserve import __version__
 from hybridserve.cli_options import USAGE_ERROR, engine_options, has_engine_options, parse, sampling_options
 from hybridserve.core.request import FinishReason, SamplingParams
 from hybridserve.distributed.failure import RankFailure
-from hybridserve.interrupt import INTERRUPTED, interrupt_exits_at_once, interrupt_prevails
+from hybridserve.interrupt import INTERRUPTED, ending_unwinds, interrupt_exits_at_once, interrupt_prevails
 
 if TYPE_CHECKING:
     import argparse
@@ -77,7 +77,8 @@ def _engine_config(args: argparse.Namespace, **more: object) -> EngineConfig:
     from hybridserve.config.loader import load_config
 
     options = {**engine_options(args), **more}
-    return load_config(options.pop("model", None), options.pop("config", None), options)
+    model, file = options.pop("model", None), options.pop("config", None)
+    return load_config(model, file, options, with_keys=args.command == "serve")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -303,8 +304,9 @@ def _inspect(args: argparse.Namespace) -> None:
         raise ValueError(f"--on: {args.target} is no adapter's directory")
     config = None if args.target is None else _engine_config(args)
     with interrupt_exits_at_once():
+        from hybridserve.engine.alternatives import plan_or_suggest
+        from hybridserve.engine.arena_plan import DoesNotFitError
         from hybridserve.engine.checkpoint_report import checkpoint_rows
-        from hybridserve.engine.planner import plan_model
         from hybridserve.models.config import load_hf_config
         from hybridserve.models.hub import resolve_model
         from hybridserve.models.weights import has_weights
@@ -316,9 +318,14 @@ def _inspect(args: argparse.Namespace) -> None:
         return
     path = resolve_model(config.model)
     print(_table(rows))
-    if has_weights(path):  # first, for it can be seen on a machine that could not hold the model
-        print(_table(checkpoint_rows(config, path)))
-    print(plan_model(config, load_hf_config(path)).table(every_reason=True))
+    is_checkpoint = has_weights(path)
+    print(_table(checkpoint_rows(config, path) if is_checkpoint else [("checkpoint", "config.json alone")]))
+    try:
+        print(plan_or_suggest(config, load_hf_config(path)).table(every_reason=True))
+    except DoesNotFitError as error:
+        if not is_checkpoint:
+            raise
+        print(f"does not fit  {error}")  # the checkpoint is what was asked for, and it is whole
 
 
 def _is_adapter(target: str) -> bool:
@@ -388,13 +395,20 @@ def _plan(args: argparse.Namespace) -> None:
         from hybridserve.engine.alternatives import plan_or_suggest
         from hybridserve.models.hub import resolve_config
 
+    if args.plot is not None and args.plot.is_dir():
+        raise ValueError(f"--plot: {args.plot} is a directory; a file is needed, such as plan.png")
     hf_config, shape = resolve_config(config.model)
     plan = plan_or_suggest(config, hf_config, shape=shape)
     if args.plot is not None:
         with interrupt_exits_at_once():
             from hybridserve.engine.plan_plot import draw_plan
         draw_plan(plan, args.plot)
-    print(json.dumps(plan.to_dict(), indent=2) if args.json else plan.table())
+    if args.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+        return
+    print(plan.table())
+    if not plan.is_projected:
+        print("decode     not projected: this machine's speed isn't known; --hardware cpu is two Zen 4 cores")
 
 
 def _quantize(args: argparse.Namespace) -> None:
@@ -405,9 +419,14 @@ def _quantize(args: argparse.Namespace) -> None:
             raise ValueError("--targets: names nothing")
     with interrupt_exits_at_once():
         from hybridserve.engine.convert import REPORT_FILE, quantize_checkpoint
+        from hybridserve.engine.new_directory import check_new, leftovers
         from hybridserve.models.hub import resolve_model
 
-    report = quantize_checkpoint(resolve_model(args.model), args.out, args.format, targets)
+    for path in leftovers(args.out):
+        print(f"hybridserve: {path}: of a run that was killed, or has not ended", file=sys.stderr)
+    with ending_unwinds():
+        check_new(args.out)  # before a model is fetched
+        report = quantize_checkpoint(resolve_model(args.model), args.out, args.format, targets)
     size = f"{report.bytes_after / report.bytes_before:.0%} of {report.bytes_before:,} bytes"
     plan = report.plan  # how products will be computed is for the engine that serves it to say
     how = f"{plan.quantization.format}, {plan.share:.1%} of the parameters"

@@ -188,7 +188,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--targets",
         metavar="LIST",
-        help="experts, mlp, all (the default), or names of modules, separated by commas",
+        help="experts, mlp, all (the default), names of modules, re: and a pattern; with commas between",
     )
 
 

@@ -55,8 +55,8 @@ class LLM:
         self._outputs: dict[str, RequestOutput] = {}
         self._streams: dict[str, deque[str]] = {}
         self._finished: set[str] = set()
-        self._abandoned: deque[str] = deque()
-        """Requests whose streams were forgotten, by whichever thread collected them."""
+        self._open: dict[str, weakref.ref[TextStream]] = {}
+        """Streams that have not ended, by their requests. One that the caller has forgotten is found dead."""
         self._ids = itertools.count()
         self._closed = False
 
@@ -133,7 +133,9 @@ class LLM:
         with self._interrupts.held():
             self._add(request, text)
             self._streams[request.request_id] = deque()
-            return TextStream(self, request.request_id)
+            stream = TextStream(self, request.request_id)
+            self._open[request.request_id] = weakref.ref(stream)
+            return stream
 
     def check(
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
@@ -271,6 +273,7 @@ class LLM:
             self._outputs.pop(request_id, None)
             self._streams.pop(request_id, None)
             self._finished.discard(request_id)
+            self._open.pop(request_id, None)
 
     def _pump(self) -> None:
         """Run one step of the engine, for everybody who waits. Interrupts are held off: what comes is for
@@ -299,8 +302,8 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LLM has been closed")
-        while self._abandoned:
-            self._drop(self._abandoned.popleft())
+        for request_id in [name for name, stream in self._open.items() if stream() is None]:
+            self._drop(request_id)
 
 
 class TextStream(Iterator[str]):
@@ -308,18 +311,16 @@ class TextStream(Iterator[str]):
     the request advances as well when others do."""
 
     def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm = llm
+        self._llm: LLM | None = llm
+        """Until the end: a stream that is over keeps no engine alive."""
         self._request_id = request_id
-        # a thread of somebody else may collect a stream, and must not touch the engine
-        self._abandon = weakref.finalize(self, llm._abandoned.append, request_id)
-        self._abandon.atexit = False
 
     def __next__(self) -> str:
-        if not self._abandon.alive:
+        if (llm := self._llm) is None:
             raise StopIteration
         try:
-            with self._llm._interrupts.held():
-                pieces = self._llm._wait_for_piece(self._request_id)
+            with llm._interrupts.held():
+                pieces = llm._wait_for_piece(self._request_id)
             if not pieces:
                 raise StopIteration
             return pieces.popleft()
@@ -329,9 +330,11 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         """Abort the request, if it has not finished; there are no more pieces."""
-        with self._llm._interrupts.held():
-            if self._abandon.detach():
-                self._llm._drop(self._request_id)
+        if (llm := self._llm) is None:
+            return
+        with llm._interrupts.held():
+            llm._drop(self._request_id)
+            self._llm = None
 
 
 @contextlib.contextmanager

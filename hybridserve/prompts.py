@@ -36,7 +36,8 @@ def config_of(
     if not isinstance(model, str | os.PathLike | None):
         raise ValueError(f"model: {type(model).__name__} is neither a directory's name nor a hub id")
     if not isinstance(config, EngineConfig):
-        return load_config(None if model is None else str(model), config, options)
+        name = None if model is None else str(model)
+        return load_config(name, config, options, with_keys=False)
     if model is not None or options:
         raise ValueError("config: an EngineConfig says everything; give no model or options beside it")
     return config

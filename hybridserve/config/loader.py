@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 
+_KEYS_OF_CLIENTS = ("server.api_keys", "server.admin_keys")
 _ADAPTERS = "lora.adapters"
 """The key whose value has names of its own."""
 
@@ -71,14 +72,17 @@ def load_config(
     model: str | os.PathLike[str] | None = None,
     file: str | os.PathLike[str] | None = None,
     overrides: Mapping[str, object] | None = None,
+    *,
+    with_keys: bool = True,
 ) -> EngineConfig:
     """The settings of `file`, changed by `overrides`, changed by `model`.
 
     `overrides` maps keys to values: dotted (`cache.block_size`), nested (`cache={"block_size": 32}`), or by
     the last part alone where only one key ends in it (`block_size`); a top-level key always wins. A
-    `TextValue` is converted to the type of its key. Raises ConfigError.
+    `TextValue` is converted to the type of its key. Without `with_keys`, ${NAME} in the keys of a server's
+    clients stays as it is: who serves nobody needs no secrets. Raises ConfigError.
     """
-    settings = list(_from_file(Path(file))) if file is not None else []
+    settings = list(_from_file(Path(file), with_keys)) if file is not None else []
     for name, value in (overrides or {}).items():
         origin = f"--{name}" if isinstance(value, TextValue) else f"option {name}"
         settings += _flatten(_resolve(name, value, origin), value, origin)
@@ -195,7 +199,7 @@ def _typed(key: str, text: str) -> object:
     return text
 
 
-def _from_file(path: Path) -> Iterator[_Setting]:
+def _from_file(path: Path, with_keys: bool) -> Iterator[_Setting]:
     from ruamel.yaml import YAML
     from ruamel.yaml.comments import CommentedMap
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -224,7 +228,9 @@ def _from_file(path: Path) -> Iterator[_Setting]:
         if value is None and name in _sections():  # all that stood under it may be commented out
             continue
         for setting in _flatten(str(name), value, where, partial(_line, path)):
-            expanded = _expand(_plain(setting.value), setting.key, setting.origin)
+            expanded = _plain(setting.value)
+            if with_keys or setting.key not in _KEYS_OF_CLIENTS:
+                expanded = _expand(expanded, setting.key, setting.origin)
             if setting.key in _DIRECTORIES:
                 expanded = _anchored(expanded, setting.key, path.parent.absolute())
             yield replace(setting, value=expanded)

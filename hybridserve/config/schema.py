@@ -169,7 +169,7 @@ class QuantizationConfig(_Section):
     targets: Annotated[tuple[Text, ...], BeforeValidator(parse_list), Field(min_length=1)] | None = Field(
         default=None,
         description="what is quantized: experts, mlp (experts and dense MLP), all (if null: projections of "
-        "mixers, too), or names of modules",
+        "mixers, too), names of modules, or re: and a pattern of names",
     )
 
 
@@ -190,7 +190,10 @@ class ParallelConfig(_Section):
         description="what starts the ranks; auto: local for one, torchrun under torchrun, else mp",
     )
     step_timeout: float = Field(
-        default=120.0, gt=0, le=86400, description="seconds after which a rank counts as hanging in a step"
+        default=120.0,
+        gt=0,
+        le=86400,
+        description="seconds after which a rank counts as hanging, in a step or a load",
     )
     interface: Annotated[str, Field(min_length=1), AfterValidator(_one_interface)] = Field(
         default="127.0.0.1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,12 @@ def wait_for(start: Callable[..., Any], *arguments: Any) -> None:
         start(*arguments).wait()
     except RuntimeError as error:
         raise PeerLost(_first_line(error)) from None
+
+
+def waits(thread: int) -> bool:
+    """Whether a thread of this process is in `wait_for`, by its identifier."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is wait_for.__code__
 
 
 def prefixed(store: Store, name: str) -> Store:

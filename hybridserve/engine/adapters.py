@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine.interrupts import Interrupts
 from hybridserve.engine.messages import AdapterInfo, AdapterState
 from hybridserve.lora.loader import no_pause
@@ -132,6 +133,8 @@ class EngineAdapters:
         """Called again if it was interrupted, wherever that was."""
         if self._loading.get(load.adapter_id) != load:
             return
+        if isinstance(outcome, RankFailure):
+            raise outcome  # not the adapter's fault
         if not isinstance(outcome, Exception):
             if self._slots.slot_of(load.adapter_id) is None:
                 self._executor.place_adapter(load.slot, load.generation, outcome)
@@ -145,6 +148,17 @@ class EngineAdapters:
             reason = f"adapter {name!r} could not be loaded: {outcome}"
             self._failures += self._scheduler.adapter_failed(load.adapter_id, reason)
         del self._loading[load.adapter_id]
+
+    def drop_loads(self) -> None:
+        """The ranks for which they were are gone. What will come of those that have begun is nobody's."""
+        self._to_start.extend(self._scheduler.take_loads())
+        for load in self._to_start:
+            for slot in load.evicted:
+                self._executor.clear_adapter(slot)
+        for adapter_id in [*self._loading, *(load.adapter_id for load in self._to_start)]:
+            self._slots.cancel_load(adapter_id)
+        self._to_start.clear()
+        self._loading.clear()
 
     def finish_loads(self) -> list[TokenEvent]:
         """Take in, between steps, what the loader has brought; returns the ends of requests whose adapter

@@ -4,90 +4,122 @@ that one of them is enough, the planner says.
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridserve.engine.arena_plan import DoesNotFitError
-from hybridserve.engine.hardware import HARDWARE
+from hybridserve.engine.hardware import HARDWARE, choose_hardware
 from hybridserve.engine.planner import plan_model
+from hybridserve.engine.units import size_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.engine.plan import EnginePlan
 
 TENSORS = (2, 4, 8, 16, 32, 64)
 PIPELINES = (2, 4, 8)
+LEAST_BATCHED_TOKENS = 512
 
-Change = tuple[str, Any]
-"""A key and its value."""
+
+class _Change(NamedTuple):
+    """A key, its value, and that value as it is written."""
+
+    key: str
+    value: Any
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+_Axis = list[_Change]
+"""Values of one key, the least change first."""
 
 
 def plan_or_suggest(
     config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str | None = None
 ) -> EnginePlan:
-    """As `plan_model`; a refusal for lack of memory on a GPU ends with what would be enough."""
+    """As `plan_model`; a refusal for lack of memory ends with what would be enough."""
     try:
         return plan_model(config, hf_config, shape=shape)
     except DoesNotFitError as error:
-        if config.hardware in ("auto", "cpu"):
-            raise
-        found = [
-            " with ".join(f"{key}: {value}" for key, value in each) for each in _nearest(config, hf_config)
-        ]
+        found = [" with ".join(map(str, each)) for each in _nearest(config, hf_config, error.room)]
         hint = f"; what would fit: {', or '.join(found)}" if found else ""
-        raise DoesNotFitError(f"{error}{hint}") from None
+        raise DoesNotFitError(f"{error}{hint}", room=error.room) from None
 
 
-def _nearest(config: EngineConfig, hf_config: Mapping[str, Any]) -> Iterator[tuple[Change, ...]]:
-    """For each key that helps, its first value that is enough; where none is, the first two together that
-    are."""
-    axes = _axes(config)
-    found = False
+def _nearest(config: EngineConfig, hf_config: Mapping[str, Any], room: int) -> Sequence[tuple[_Change, ...]]:
+    """For each key that helps, its first value that is enough; and the first two keys together that are,
+    where that takes fewer devices. Those that take the fewest come first."""
+    larger = _larger(config)
+    axes = [*_smaller(config, room), *larger]
+    found: list[tuple[_Change, ...]] = []
     for axis in axes:
-        for change in axis:
-            if _fits(config, hf_config, change):
-                found = True
-                yield (change,)
-                break
-    if found:
-        return
-    for index, axis in enumerate(axes):
-        for other in axes[index + 1 :]:
-            for pair in product(axis, other):
-                if _fits(config, hf_config, *pair):
-                    yield pair
-                    return
+        fitting = ((change,) for change in axis if _fits(config, hf_config, change))
+        found.extend(itertools.islice(fitting, 1))
+    fewest = min((_num_ranks(config, each) for each in found), default=math.inf)
+    pairs = [
+        pair
+        for axis, other in itertools.combinations(larger, 2)
+        for pair in itertools.product(axis, other)
+        if _num_ranks(config, pair) < fewest
+    ]
+    for pair in sorted(pairs, key=lambda pair: _num_ranks(config, pair)):
+        if _fits(config, hf_config, *pair):
+            found.append(pair)
+            break
+    return sorted(found, key=lambda each: _num_ranks(config, each))
 
 
-def _axes(config: EngineConfig) -> list[list[Change]]:
-    """Values of each key, the least change first."""
+def _smaller(config: EngineConfig, room: int) -> Iterator[_Axis]:
+    """What asks for less of the devices that there are; each is tried alone."""
+    if room > 0:
+        text, size = size_below(room)
+        yield [_Change("cache.memory_bytes", size, text)]
+    if not choose_hardware(config).is_here:  # of this machine, activations are not counted
+        key, tokens = "scheduler.max_num_batched_tokens", config.scheduler.max_num_batched_tokens
+        powers = range((tokens - 1).bit_length() - 1, LEAST_BATCHED_TOKENS.bit_length() - 2, -1)
+        yield [_Change(key, 2**power, str(2**power)) for power in powers]
+
+
+def _larger(config: EngineConfig) -> list[_Axis]:
+    """More devices, smaller weights, larger devices. Where this machine is meant, only weights can change."""
     parallel, quantization = config.parallel, config.quantization
-    tensors = [size for size in TENSORS if size > parallel.tensor]
-    formats: list[Change] = []
     if quantization.format in ("auto", "none"):
-        formats.append(("quantization.format", "int8"))
-    elif quantization.targets is not None:
-        formats.append(("quantization.targets", "all"))
-    here = HARDWARE[config.hardware].memory_bytes or 0
-    larger = {each.name: each.memory_bytes or 0 for each in HARDWARE.values()}
-    devices = sorted((name for name in larger if larger[name] > here), key=larger.__getitem__)
-    pipelines = [size for size in PIPELINES if size > parallel.pipeline]
+        formats = [_Change("quantization.format", "int8", "int8")]
+    elif quantization.targets is not None and "all" not in quantization.targets:
+        formats = [_Change("quantization.targets", ("all",), "all")]
+    else:
+        formats = []
+    memory = choose_hardware(config).memory_bytes
+    if memory is None:
+        return [formats]
+    sizes = {name: each.memory_bytes or 0 for name, each in HARDWARE.items()}
+    devices = sorted((name for name in sizes if sizes[name] > memory), key=sizes.__getitem__)
     return [
-        [("parallel.tensor", size) for size in tensors],
+        [_Change("parallel.tensor", size, str(size)) for size in TENSORS if size > parallel.tensor],
         formats,
-        [("hardware", name) for name in devices],
-        [("parallel.pipeline", size) for size in pipelines],
+        [_Change("hardware", name, name) for name in devices],
+        [_Change("parallel.pipeline", size, str(size)) for size in PIPELINES if size > parallel.pipeline],
     ]
 
 
-def _fits(config: EngineConfig, hf_config: Mapping[str, Any], *changes: Change) -> bool:
-    for key, value in changes:
+def _num_ranks(config: EngineConfig, changes: tuple[_Change, ...]) -> int:
+    changed = {change.key: change.value for change in changes}
+    tensor = changed.get("parallel.tensor", config.parallel.tensor)
+    pipeline = changed.get("parallel.pipeline", config.parallel.pipeline)
+    return int(tensor * pipeline)
+
+
+def _fits(config: EngineConfig, hf_config: Mapping[str, Any], *changes: _Change) -> bool:
+    for key, value, _ in changes:
         section, _, name = key.rpartition(".")
         if section:
-            changed = {name: (value,) if name == "targets" else value}
-            config = config.model_copy(update={section: getattr(config, section).model_copy(update=changed)})
+            inner = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: inner})
         else:
             config = config.model_copy(update={name: value})
     try:

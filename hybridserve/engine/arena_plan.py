@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 
 class DoesNotFitError(ValueError):
-    """A deployment that needs more memory than there is, and how much."""
+    """A deployment that needs more memory than there is, and how much.
+
+    room: bytes that each rank's arena could have, where `cache.memory_bytes` asks for more.
+    """
+
+    def __init__(self, message: str, *, room: int = 0) -> None:
+        super().__init__(message)
+        self.room = room
 
 
 class Budget(NamedTuple):
@@ -84,7 +91,8 @@ def plan_arena(
 
 
 def machine_budget(config: EngineConfig, weight_bytes: int) -> Budget:
-    """Of the machine at hand, whose memory all ranks share; `weight_bytes` are those of all of them."""
+    """Of the machine at hand, whose memory all ranks share; `weight_bytes` are those of all of them.
+    DoesNotFitError where weights and arenas are more than it has."""
     cache, num_ranks = config.cache, config.parallel.num_ranks
     each = "" if num_ranks == 1 else f" / {num_ranks} ranks"
     if cache.memory_bytes is not None:
@@ -92,14 +100,25 @@ def machine_budget(config: EngineConfig, weight_bytes: int) -> Budget:
         # of ranks that others start it isn't known how many are on this machine
         num_here = num_ranks if config.parallel.executor in ("auto", "local", "mp") else 1
         times = f" x {num_here} ranks" if num_here > 1 else ""
-        total = total_memory()
-        if cache.memory_bytes * num_here > total:
-            raise ValueError(
-                f"{source}{times} is more than the {size_text(total)} of memory that this machine has"
+        total, weights = total_memory(), weight_bytes * num_here // num_ranks
+        if weights + cache.memory_bytes * num_here > total:
+            raise DoesNotFitError(
+                f"{source}{times}, beside {size_text(weights)} of weights, is more than the "
+                f"{size_text(total)} of memory that this machine has",
+                room=(total - weights) // num_here,
             )
         return Budget(cache.memory_bytes, source, is_limit=False)
-    free = max(available_memory() - weight_bytes, 0)
-    source = f"cache.memory_fraction: {cache.memory_fraction} of {size_text(free)} free memory{each}"
+    available = available_memory()
+    free = available - weight_bytes
+    if free <= 0:
+        raise DoesNotFitError(
+            f"model: {size_text(weight_bytes)} of weights don't fit into the {size_text(available)} of "
+            f"memory that this machine has free"
+        )
+    source = (
+        f"cache.memory_fraction: {cache.memory_fraction} of the {size_text(free)} that "
+        f"{size_text(weight_bytes)} of weights leave free{each}"
+    )
     return Budget(int(cache.memory_fraction * free) // num_ranks, source, is_limit=True)
 
 
@@ -112,7 +131,8 @@ def device_budget(config: EngineConfig, hardware: Hardware, taken: int, what: st
         if taken + cache.memory_bytes > memory:
             raise DoesNotFitError(
                 f"cache.memory_bytes: {size_text(cache.memory_bytes)}, beside {what}, is more than the "
-                f"{size_text(memory)} of one {hardware.title}"
+                f"{size_text(memory)} of one {hardware.title}",
+                room=int(cache.memory_fraction * memory) - taken,
             )
         source = f"cache.memory_bytes: {size_text(cache.memory_bytes)}"
         return Budget(cache.memory_bytes, source, is_limit=False)

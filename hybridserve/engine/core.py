@@ -70,6 +70,7 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, BuiltStep]] = deque()
         self._live: dict[str, _Live] = {}
         self._outbox: list[SequenceOutput] = []
+        self._must_restart = False  # the executor, which has failed
 
     @property
     def has_work(self) -> bool:
@@ -172,13 +173,18 @@ class EngineCore:
 
         Whatever is raised on the way (by the model, or by Ctrl-C) goes on to the caller, and the engine stays
         usable: what was in flight is dropped, and its sequences compute again. After a RankFailure there are
-        none: all are aborted, as the next call says. Ctrl-C comes before, while the model runs or is waited
-        for, or after: a caller to whom what this returns must not be lost holds it off (`interrupts.held`).
+        none: all are aborted, as the next call says, and the executor is restarted for those that come later.
+        Ctrl-C comes before, while the model runs or is waited for, or after: a caller to whom what this
+        returns must not be lost holds it off (`interrupts.held`).
         """
         with self.interrupts.held():
             with self.interrupts.let_through():
                 pass  # what came before: nothing need be computed again for that
             try:
+                if self._must_restart and self._live:
+                    with self.interrupts.let_through():
+                        self.executor.restart()
+                    self._must_restart = False
                 self._finish_loads()
                 while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
                     pass
@@ -191,6 +197,8 @@ class EngineCore:
                 if isinstance(error, RankFailure):
                     for request_id in list(self._live):
                         self._abort(request_id, str(error))
+                    self.adapters.drop_loads()
+                    self._must_restart = True
                 raise
             finally:
                 self.adapters.step_ended()

@@ -38,6 +38,11 @@ class Executor(ABC):
     def reset(self) -> None:
         """Forget what was submitted and not collected."""
 
+    def restart(self) -> None:
+        """After a failure that ended every sequence, so that nobody counts on what earlier steps wrote: begin
+        anew. An executor that can't goes on failing."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Release what the executor holds."""

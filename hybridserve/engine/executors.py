@@ -12,15 +12,19 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine.executor import Executor, LocalExecutor
 from hybridserve.engine.launchers import Launcher, ProcessLauncher, TorchrunLauncher
-from hybridserve.engine.planner import offered_modules
+from hybridserve.engine.planner import bare_context, offered_modules
 from hybridserve.engine.rank import serve
 from hybridserve.engine.ranks import Ranks, StagedOnRanks
 from hybridserve.engine.rendezvous import Assignment
 from hybridserve.engine.wire import encode_step
 from hybridserve.lora.loader import no_pause
 from hybridserve.models.config import load_hf_config
+from hybridserve.models.registry import build_model
+from hybridserve.models.weights import check_weights
+from hybridserve.quant.policy import Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,8 +43,8 @@ def create_executor(parallel: ParallelConfig, plan: EnginePlan, model_path: Path
     """Start the ranks that the plan wants, and load the model on them.
 
     Of the processes that torchrun started, it returns in rank 0 only: the others serve until rank 0 closes
-    its executor, then exit. ValueError, naming the key, where the ranks are not those of the plan;
-    RankFailure if one fails while it loads.
+    its executor, then exit. ValueError, naming the key, where the ranks are not those of the plan, and
+    naming the tensor, where the checkpoint is broken; RankFailure if a rank fails while it loads.
     """
     kind = parallel.executor
     if kind == "auto":
@@ -58,7 +62,16 @@ def create_executor(parallel: ParallelConfig, plan: EnginePlan, model_path: Path
         launcher = ProcessLauncher()
     if parallel.num_ranks == 1:
         return LocalExecutor(model_path, plan)
+    check_checkpoint(model_path, plan)
     return RanksExecutor(Assignment(model_path, plan, parallel.step_timeout, parallel.interface), launcher)
+
+
+def check_checkpoint(path: Path, plan: EnginePlan) -> None:
+    """ValueError, naming the tensor, for a checkpoint that some rank could not load, whichever has it: said
+    once, before any is started. Reads no number."""
+    quantization = Quantization() if plan.quantization is None else plan.quantization.quantization
+    model = build_model(load_hf_config(path), bare_context(plan.dtype, quantization))
+    check_weights(model, path)
 
 
 def _serve_and_exit(launcher: TorchrunLauncher) -> NoReturn:
@@ -76,8 +89,8 @@ class RanksExecutor(Executor):
     """One worker a rank, this process' among them. A step that was submitted runs to its end on all ranks,
     whether or not its result is collected.
 
-    Where a rank fails, whatever is called raises RankFailure. With a launcher that can, the next step that is
-    submitted starts fresh ranks; not if they fail again before they have finished a single one.
+    Where a rank fails, whatever is called raises RankFailure. With a launcher that can, `restart` then starts
+    fresh ranks, whose memory is empty; not if they fail again before they have finished a single step.
     """
 
     def __init__(self, assignment: Assignment, launcher: Launcher) -> None:
@@ -92,8 +105,7 @@ class RanksExecutor(Executor):
         self._closer = weakref.finalize(self, self._ranks.close)
 
     def submit(self, step: StepInput) -> None:
-        ranks = self._running()
-        self._futures.append(ranks.submit(step, encode_step(step)))
+        self._futures.append(self._ranks.submit(step, encode_step(step)))
 
     def collect(self) -> StepOutput:
         output = self._futures[0].result()
@@ -109,22 +121,32 @@ class RanksExecutor(Executor):
         self.reset()
         self._closer()
 
-    def _running(self) -> Ranks:
-        """The ranks, which are started again if they have failed and may be."""
-        if self._ranks.failure is None:
-            return self._ranks
-        if not (self._launcher.can_restart and self._has_finished_steps):
-            raise self._ranks.failure
-        self._has_finished_steps = False
+    def restart(self) -> None:
+        if self._ranks.failure is None or not (self._launcher.can_restart and self._has_finished_steps):
+            return
         self._closer.detach()
         self._ranks.close(keep_worker=True)
-        self._ranks = Ranks(self._assignment, self._launcher, self._ranks)
-        self._closer = weakref.finalize(self, self._ranks.close)
-        for slot, (generation, adapter) in self._slots.items():
-            staged = self._ranks.stage_adapter(adapter, no_pause)
-            self._ranks.clear_adapter(slot)
-            self._ranks.place_adapter(slot, generation, staged)
-        return self._ranks
+        try:
+            ranks = self._fresh_ranks()
+        except RankFailure:
+            self._has_finished_steps = False
+            raise
+        self._ranks = ranks
+        self._closer = weakref.finalize(self, ranks.close)
+        self._has_finished_steps = False
+
+    def _fresh_ranks(self) -> Ranks:
+        """With the adapters in the slots where they were."""
+        ranks = Ranks(self._assignment, self._launcher, self._ranks)
+        try:
+            for slot, (generation, adapter) in self._slots.items():
+                staged = ranks.stage_adapter(adapter, no_pause)
+                ranks.clear_adapter(slot)
+                ranks.place_adapter(slot, generation, staged)
+        except BaseException:  # also Ctrl-C: the next call begins again
+            ranks.close(keep_worker=True)
+            raise
+        return ranks
 
     # ---- adapters
 
@@ -152,7 +174,7 @@ class RanksExecutor(Executor):
         return staged
 
     def place_adapter(self, slot: int, generation: int, staged: StagedOnRanks) -> None:
-        self._running().place_adapter(slot, generation, staged)
+        self._ranks.place_adapter(slot, generation, staged)
         if staged.adapter is not None:
             self._slots[slot] = generation, staged.adapter
 

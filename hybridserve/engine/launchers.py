@@ -209,6 +209,9 @@ def threads_per_rank(num_local_ranks: int) -> int | None:
 def _how(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    name = signal.Signals(-status).name
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
     hint = ": was there too little memory?" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}"

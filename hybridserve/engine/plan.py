@@ -5,7 +5,7 @@ Knows numbers; how they come about is the planner's.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridserve.engine.plan_report import plan_table
@@ -152,6 +152,19 @@ class EnginePlan:
     def bytes_taken(self, stage: StagePlan) -> int:
         """Of the device of one rank of a stage."""
         return stage.weight_bytes + stage.workspace.total + self.adapter_bytes + stage.arena_bytes
+
+    def kinds_of_stages(self) -> list[tuple[list[int], StagePlan]]:
+        """Stages that differ in nothing but which layers they have, together: their numbers, and the first of
+        them."""
+        kinds: list[tuple[list[int], StagePlan]] = []
+        for number, stage in enumerate(self.stages):
+            for numbers, known in kinds:
+                if replace(stage, layers=known.layers) == known:
+                    numbers.append(number)
+                    break
+            else:
+                kinds.append(([number], stage))
+        return kinds
 
     def decode_step(self, batch: int, context: int = CONTEXT_TOKENS) -> DecodeStep:
         """Projected, for `batch` sequences of `context` tokens each."""

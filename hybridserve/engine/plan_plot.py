@@ -5,10 +5,10 @@ Needs matplotlib (extra `plot`). Knows how numbers are drawn; computes none of t
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
+from hybridserve.engine.plan_report import stage_title
 from hybridserve.engine.roofline import BATCHES, CONTEXT_TOKENS, MEMORY_SHARE
 from hybridserve.engine.units import UNITS
 
@@ -21,8 +21,16 @@ NAMED = 0.045
 """Share of a bar from which a part has room for its name; the legend lists all."""
 
 INK, FAINT = "#22272e", "#8b949e"
-WEIGHTS = ("#1f4e79", "#c55a11", "#2e75b6", "#7f6000", "#f4b183", "#bfbfbf")
-"""Of the parts of the model, the largest first."""
+ACCENT = "#1f4e79"
+WEIGHTS = {
+    "experts": ACCENT,
+    "mamba": "#c55a11",
+    "mlp": "#2e75b6",
+    "attention": "#7f6000",
+    "embeddings": "#f4b183",
+    "other": "#bfbfbf",
+}
+"""Of the parts of a model, the same in every picture."""
 REST = {"workspace": "#a6a6a6", "adapters": "#7030a0", "arena": "#70ad47", "free": "#f2f2f2"}
 
 
@@ -34,7 +42,7 @@ def draw_plan(plan: EnginePlan, path: Path) -> None:
     except ImportError:
         raise ValueError("--plot: matplotlib is not installed: pip install 'hybridserve[plot]'") from None
     figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
-    memory, speed = figure.subplots(1, 2, width_ratios=[1.0 + 0.25 * (len(plan.stages) - 1), 1.45])
+    memory, speed = figure.subplots(1, 2, width_ratios=[1.0 + 0.25 * (len(plan.kinds_of_stages()) - 1), 1.45])
     figure.suptitle(_title(plan), x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     _draw_memory(memory, plan)
     _draw_speed(speed, plan)
@@ -54,10 +62,11 @@ def _title(plan: EnginePlan) -> str:
 
 
 def _draw_memory(axes: Any, plan: EnginePlan) -> None:
-    """A bar for each stage, from its weights up to the end of the device's memory."""
-    columns = [_parts(plan, stage) for stage in plan.stages]
-    parts = dict.fromkeys(part for column in columns for part in column if part not in REST)
-    colors = dict(zip(parts, itertools.cycle(WEIGHTS), strict=False)) | REST
+    """A bar for each kind of stage, from its weights up to the end of the device's memory."""
+    kinds = plan.kinds_of_stages()
+    columns = [_parts(plan, stage) for _, stage in kinds]
+    colors = {part: color for part, color in WEIGHTS.items() if any(part in each for each in columns)} | REST
+    is_narrow = len(columns) > 3
     total = max(sum(column.values()) for column in columns)
     unit = next(unit for unit in ("GiB", "MiB", "KiB") if total >= UNITS[unit] or unit == "KiB")
     columns = [{part: size / UNITS[unit] for part, size in column.items()} for column in columns]
@@ -70,7 +79,7 @@ def _draw_memory(axes: Any, plan: EnginePlan) -> None:
                 axes.text(
                     index,
                     bottom + size / 2,
-                    f"{part}  {size:.1f}",
+                    f"{size:.1f}" if is_narrow else f"{part}  {size:.1f}",
                     ha="center",
                     va="center",
                     fontsize=9,
@@ -80,10 +89,9 @@ def _draw_memory(axes: Any, plan: EnginePlan) -> None:
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_xticks(
         range(len(columns)),
-        [
-            f"layers {stage.layers[0]} to {stage.layers[1]}" if len(columns) > 1 else "each rank"
-            for stage in plan.stages
-        ],
+        [stage_title(*kind).replace(" ", "\n" if is_narrow else " ", 1) for kind in kinds]
+        if len(plan.stages) > 1
+        else ["each rank"],
     )
     axes.set_ylabel(unit, color=INK)
     axes.set_title("Memory of a rank", loc="left", fontsize=11, color=INK)
@@ -118,9 +126,8 @@ def _readable_on(color: str) -> str:
 
 
 def _parts(plan: EnginePlan, stage: StagePlan) -> dict[str, float]:
-    weights: dict[str, float] = {
-        part: sum(formats.values()) for part, formats in stage.weights_by_part().items()
-    }
+    by_part = stage.weights_by_part()
+    weights: dict[str, float] = {part: sum(by_part[part].values()) for part in WEIGHTS if part in by_part}
     rest = {"workspace": stage.workspace.total, "adapters": plan.adapter_bytes, "arena": stage.arena_bytes}
     parts = weights | {part: size for part, size in rest.items() if size}
     if plan.hardware.memory_bytes is not None:
@@ -136,7 +143,7 @@ def _draw_speed(axes: Any, plan: EnginePlan) -> None:
         batches,
         [step.projected for step in steps],
         "o-",
-        color=WEIGHTS[0],
+        color=ACCENT,
         linewidth=2,
         markersize=5,
         label=f"at {MEMORY_SHARE:.0%} of the bandwidth, with collectives",

@@ -9,8 +9,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from hybridserve.engine.roofline import CONTEXT_TOKENS, MEMORY_SHARE
-from hybridserve.engine.units import count_text, size_text
+from hybridserve.engine.units import UNITS, count_text, size_text
 from hybridserve.kernels.registry import AUTO
+from hybridserve.models.mapping import numbers_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str]
 
-GIB = 2**30
+LONGEST_TITLE = 20
 SHOWN_BATCHES = (1, 8, 32, 64, 128, 256, 512)
 
 
@@ -81,27 +82,34 @@ def _workspace_rows(plan: EnginePlan) -> Iterator[Row]:
 
 
 def _memory_rows(plan: EnginePlan) -> Iterator[Row]:
-    """A column for each stage."""
-    stages = plan.stages
-    titles = [f"layers {stage.layers[0]}-{stage.layers[1]}" for stage in stages] if len(stages) > 1 else []
-    lines: list[tuple[str, Sequence[str]]] = [("GiB a rank", titles or [""])]
+    """A column for each kind of stage, in the unit that suits the largest of them."""
+    kinds = plan.kinds_of_stages()
+    stages = [stage for _, stage in kinds]
+    titles = [stage_title(*kind) for kind in kinds] if len(plan.stages) > 1 else [""]
+    largest = max(plan.bytes_taken(stage) for stage in stages)
+    unit = next(unit for unit in ("GiB", "MiB", "KiB") if largest >= UNITS[unit] or unit == "KiB")
+
+    def shown(num_bytes: int) -> str:
+        return f"{num_bytes / UNITS[unit]:.2f}"
+
+    lines: list[tuple[str, Sequence[str]]] = [(f"{unit} a rank", titles)]
     columns = [stage.weights_by_part() for stage in stages]
-    kinds = dict.fromkeys(
+    formats_of_parts = dict.fromkeys(
         (part, name) for column in columns for part, formats in column.items() for name in formats
     )
-    for part, name in kinds:
+    for part, name in formats_of_parts:
         sizes = [column.get(part, {}).get(name, 0) for column in columns]
-        lines.append((f"{part}, {name}", [_gib(size) for size in sizes]))
+        lines.append((f"{part}, {name}", [shown(size) for size in sizes]))
     for name in ("runtime", "activations", "graphs", "collectives"):
         sizes = [getattr(stage.workspace, name) for stage in stages]
         if any(sizes):
-            lines.append((name, [_gib(size) for size in sizes]))
+            lines.append((name, [shown(size) for size in sizes]))
     if plan.adapter_bytes:
-        lines.append(("adapters", [_gib(plan.adapter_bytes)] * len(stages)))
-    lines.append(("arena", [_gib(stage.arena_bytes) for stage in stages]))
+        lines.append(("adapters", [shown(plan.adapter_bytes)] * len(stages)))
+    lines.append(("arena", [shown(stage.arena_bytes) for stage in stages]))
     if plan.hardware.memory_bytes is not None:
         left = [plan.hardware.memory_bytes - plan.bytes_taken(stage) for stage in stages]
-        lines.append(("left free", [_gib(size) for size in left]))
+        lines.append(("left free", [shown(size) for size in left]))
     yield from _grid("memory", lines)
 
 
@@ -124,16 +132,36 @@ def _arena_rows(plan: EnginePlan) -> Iterator[Row]:
     if layout.slots_per_slab:
         yield "slot", f"{size_text(layout.bytes_per_slot)} a sequence, recurrent state {plan.state_dtype}"
     if len(plan.stages) > 1:
-        for index, stage in enumerate(plan.stages):
-            yield f"stage {index}", _stage_text(stage)
+        for numbers, stage in plan.kinds_of_stages():
+            yield _numbered(numbers), _stage_text(numbers, stage)
 
 
-def _stage_text(stage: StagePlan) -> str:
+def stage_title(numbers: Sequence[int], stage: StagePlan) -> str:
+    """The layers of a stage that is alone of its kind, else the numbers of all that are."""
+    return _numbered(numbers) if len(numbers) > 1 else _layers_text(stage, "-")
+
+
+def _layers_text(stage: StagePlan, to: str) -> str:
+    first, last = stage.layers
+    return f"layers {first}{to}{last}" if last > first else f"layer {first}"
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"stage {numbers[0]}"
+    listed = f"stages {numbers_text(numbers).strip('{}')}"
+    return listed if len(listed) <= LONGEST_TITLE else f"{len(numbers)} of {numbers[0]} to {numbers[-1]}"
+
+
+def _stage_text(numbers: Sequence[int], stage: StagePlan) -> str:
     layout = stage.layout
     sizes = (("block", layout.bytes_per_block), ("slot", layout.bytes_per_slot))
     units = ", ".join(f"{name} {size_text(size)}" for name, size in sizes if size)
+    count = stage.layers[1] - stage.layers[0] + 1
+    several = f"{count} layers each" if count > 1 else "a layer each"
+    layers = _layers_text(stage, " to ") if len(numbers) == 1 else several
     return (
-        f"layers {stage.layers[0]} to {stage.layers[1]}: weights {size_text(stage.weight_bytes)}, arena "
+        f"{layers}: weights {size_text(stage.weight_bytes)}, arena "
         f"{size_text(stage.arena_bytes)}, slab {size_text(layout.slab_bytes)}, {units}, "
         f"padding {layout.padding:.1%}"
     )
@@ -188,10 +216,6 @@ def _grid(name: str, lines: Sequence[tuple[str, Sequence[str]]]) -> Iterator[Row
     for index, (label, cells) in enumerate(lines):
         padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
         yield (name if index == 0 else ""), "   ".join([f"{label:<{label_width}}", *padded])
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f}"
 
 
 def _tokens(number: int) -> str:

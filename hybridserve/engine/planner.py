@@ -157,7 +157,7 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
         parameters_total=sum(context.weights.num_parameters for context in contexts),
         parameters_active=round(sum(context.weights.num_active_parameters for context in contexts)),
         weight_bytes=max(weight_bytes),
-        quantization=plan_quantization(contexts),
+        quantization=plan_quantization(contexts, here=here),
         lora=plan_lora(config, adapters, contexts, here=here),
     )
 

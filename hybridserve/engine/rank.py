@@ -5,18 +5,21 @@ Knows messages and a `Worker`; knows no request. Whoever starts the process is a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
+import threading
 import time
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridserve.distributed.failure import PeerLost, RankDisagreement
 from hybridserve.distributed.groups import Groups
-from hybridserve.distributed.process_group import address_of
+from hybridserve.distributed.process_group import address_of, waits
 from hybridserve.engine.adapter_channel import AdapterChannel
 from hybridserve.engine.channel import Channel, Kind
 from hybridserve.engine.rendezvous import Rendezvous
@@ -32,6 +35,7 @@ PLACE = struct.Struct("<qqq")  # slot, generation, number of the delivery
 NUMBER = struct.Struct("<q")
 RECENT = 0.5
 """Seconds after a step during which a load leaves time to the next one."""
+DISMISSAL_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +52,14 @@ class Rank:
         self._staged: dict[int, Any] = {}
         self._last_step = -1
         self._last_worked = 0.0
+        self._threads: list[int] = []
+        """Those that do what rank 0 says."""
+        self._witness = threading.Thread(target=self._testify, name="hybridserve-witness", daemon=True)
 
     def serve(self) -> None:
         """Until rank 0 closes. Whatever is raised ends this rank: others can't go on without it."""
+        self._threads.append(threading.get_ident())
+        self._witness.start()
         loader = Loader("hybridserve-adapters")
         if self._adapters is not None:
             loader.submit(lambda: self._serve_adapters(loader), lambda outcome: None)
@@ -68,7 +77,19 @@ class Rank:
                     self._staged.pop(NUMBER.unpack(payload)[0], None)
                 case Kind.CLOSE:
                     loader.close()  # waits for its thread, which is told to end as well
+                    self._dismiss_witness()
                     return
+
+    def _testify(self) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            view = Rendezvous(self._rendezvous.store.clone())
+            view.testify(self._topology.rank, lambda: all(map(waits, self._threads)))
+
+    def _dismiss_witness(self) -> None:
+        """A thread must not wait for a socket while the interpreter ends."""
+        with contextlib.suppress(RuntimeError):
+            self._rendezvous.inquire()
+        self._witness.join(DISMISSAL_SECONDS)
 
     def _execute(self, payload: memoryview) -> None:
         step = decode_step(payload)
@@ -88,6 +109,7 @@ class Rank:
             loader.pause()
 
         assert self._adapters is not None
+        self._threads.append(threading.get_ident())
         try:
             while (delivery := self._adapters.receive()) is not None:
                 refusal = None
@@ -126,7 +148,9 @@ def serve(store: Store, rank: int, local_rank: int) -> None:
             assignment.step_timeout,
             has_adapters=plan.lora is not None,
         )
-        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp)
+        advance = partial(rendezvous.advance, rank)
+        advance()
+        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp, advance)
         rendezvous.arrive("ready", rank)
         Rank(worker, groups, topology, rendezvous).serve()
     except BaseException as error:

@@ -71,6 +71,7 @@ class Ranks:
         self._rendezvous = Rendezvous(launcher.open_store(address_of(assignment.interface)))
         self._rendezvous.assign(assignment)
         self._since: dict[str, float] = {}  # what rank 0 is doing that others take part in, and since when
+        self._loading: dict[int, tuple[int, float]] = {}  # ranks that load: their progress, and since when
         self._symptom: BaseException | None = None
         self._failed = threading.Event()
         self._ending = threading.Event()
@@ -89,8 +90,11 @@ class Ranks:
             self._adapters = None
             if self._groups.adapters is not None:
                 self._adapters = AdapterChannel(self._groups.adapters, self._topology.size)
+            self._loading = dict.fromkeys(range(self._topology.size), (-1, time.monotonic()))
             self.worker: Worker = self._call(lambda: self._load(assignment, before))
+            self._rendezvous.arrive("ready", 0)
             self._wait_for("ready")
+            self._loading = {}
         except BaseException:
             self.close()
             raise
@@ -116,8 +120,10 @@ class Ranks:
         if before is not None:
             return before.worker
         assert self._groups is not None
-        groups = self._groups
-        return Worker(assignment.model_path, assignment.plan, groups.tp, groups.pipeline, groups.adapter_tp)
+        groups, advance = self._groups, partial(self._rendezvous.advance, 0)
+        return Worker(
+            assignment.model_path, assignment.plan, groups.tp, groups.pipeline, groups.adapter_tp, advance
+        )
 
     def _wait_for(self, place: str, seconds: float = math.inf) -> None:
         deadline = time.monotonic() + seconds
@@ -259,7 +265,18 @@ class Ranks:
         late = time.monotonic() - self._step_timeout
         if any(since < late for since in list(self._since.values())):
             self._symptom = self._symptom or TimeoutError()
+        if self._stalled(view):
+            self._symptom = self._symptom or TimeoutError()
         return self._symptom is not None or bool(self._launcher.ended()) or view.num_reports > 0
+
+    def _stalled(self, view: Rendezvous) -> list[int]:
+        """Ranks that load, and have not got on for too long. However slow it is, loading is not limited."""
+        now, loading = time.monotonic(), self._loading
+        for rank, (before, _) in list(loading.items()):
+            if (progress := view.progress(rank)) != before:
+                loading[rank] = progress, now
+        late = [rank for rank, (_, since) in loading.items() if since < now - self._step_timeout]
+        return [rank for rank in late if not view.has_arrived("ready", rank)]
 
     def _find_cause(self, view: Rendezvous) -> tuple[str, str]:
         """What to say, and a traceback if there is one. The first sign is often not the cause: all who talk
@@ -269,6 +286,7 @@ class Ranks:
             trace = "".join(traceback.format_exception(symptom))
             return f"rank 0: {type(symptom).__name__}: {symptom}", trace
         deadline = time.monotonic() + GRACE_SECONDS
+        view.inquire()
         while True:
             ended = self._launcher.ended()  # before reports: a rank reports before it ends
             reports = view.reports(self._topology)
@@ -281,7 +299,11 @@ class Ranks:
             if time.monotonic() >= deadline:
                 break
             time.sleep(POLL_SECONDS)
-        silent = [rank for rank in range(1, self._topology.size) if rank not in reports]
+        if stalled := [rank for rank in self._stalled(view) if rank not in reports]:
+            who = ", ".join(map(describe, stalled))
+            return f"{who} loaded nothing for {self._step_timeout:g} s (parallel.step_timeout)", ""
+        quiet = [rank for rank in range(1, self._topology.size) if rank not in reports]
+        silent = [rank for rank in quiet if not view.has_arrived("waiting", rank)] or quiet
         who = ", ".join(map(describe, silent)) or "no rank"
         if isinstance(symptom, TimeoutError) or "imed out" in str(symptom):
             return f"{who} did not answer within {self._step_timeout:g} s (parallel.step_timeout)", ""

@@ -13,11 +13,14 @@ import msgspec
 import torch
 
 from hybridserve.distributed.failure import PeerLost, RankDisagreement
+from hybridserve.distributed.process_group import FOREVER
 from hybridserve.distributed.topology import Topology
 from hybridserve.engine.plan_codec import decode_plan, encode_plan
 from hybridserve.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hybridserve.distributed.process_group import Store
     from hybridserve.engine.plan import EnginePlan
 
@@ -88,7 +91,29 @@ class Rendezvous:
     def missing(self, place: str, topology: Topology) -> list[int]:
         """Ranks but this one that have not arrived there."""
         ranks = [rank for rank in range(topology.size) if rank != topology.rank]
-        return [rank for rank in ranks if not self.store.check([f"{place}/{rank}"])]
+        return [rank for rank in ranks if not self.has_arrived(place, rank)]
+
+    def has_arrived(self, place: str, rank: int) -> bool:
+        return bool(self.store.check([f"{place}/{rank}"]))
+
+    def advance(self, rank: int) -> None:
+        """A rank got on with loading."""
+        self.store.add(f"progress/{rank}", 1)
+
+    def progress(self, rank: int) -> int:
+        """How often it did."""
+        return int(self.store.add(f"progress/{rank}", 0))
+
+    def inquire(self) -> None:
+        """Rank 0 has waited for too long: let those say so that wait, too."""
+        self.store.set("inquiry", b"")
+
+    def testify(self, rank: int, is_waiting: Callable[[], bool]) -> None:
+        """Wait for the inquiry, and answer it. On a thread of its own, which a rank that is stopped or stuck
+        doesn't give a turn."""
+        self.store.wait(["inquiry"], FOREVER)
+        if is_waiting():
+            self.arrive("waiting", rank)
 
     def report(self, rank: int, error: BaseException, trace: str) -> None:
         """A rank's last words: returns when they have arrived."""

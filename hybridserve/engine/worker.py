@@ -35,11 +35,12 @@ class Worker:
         tp: TPGroup | None = None,
         pipeline: PipelineStage | None = None,
         adapter_tp: TPGroup | None = None,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
         """One of several ranks has its groups from whoever started it: `adapter_tp` holds the same ranks as
-        `tp`, for the thread that stages adapters while steps run."""
+        `tp`, for the thread that stages adapters while steps run. `advance` is called as loading gets on."""
         context = build_context(plan, torch.device(plan.device), tp, pipeline)
-        model = load_model(model_path, context)
+        model = load_model(model_path, context, advance)
         self.arena = Arena(plan.stages[context.pipeline.stage].layout, context.device)
         self.runner = ModelRunner(model, self.arena, context.attention, context.ssm)
         self._context = context

@@ -19,6 +19,8 @@ from hybridserve.quant.format import WeightError
 from hybridserve.quant.policy import Quantization
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hybridserve.layers.context import BuildContext
     from hybridserve.layers.weights import CheckpointTensor, ModelWeights
     from hybridserve.models.base import CausalLM
@@ -37,11 +39,13 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+UNSAFE_FILES = ("*.bin", "*.pt", "*.pth")
 PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
-def load_model(path: Path, context: BuildContext) -> CausalLM:
-    """Build the model that a directory in Hugging Face format describes, and load its weights.
+def load_model(path: Path, context: BuildContext, advance: Callable[[], None] = lambda: None) -> CausalLM:
+    """Build the model that a directory in Hugging Face format describes, and load its weights; `advance` is
+    called after each tensor.
 
     Raises ValueError for whatever is wrong with the directory, naming the file and the field or tensor.
     """
@@ -50,7 +54,7 @@ def load_model(path: Path, context: BuildContext) -> CausalLM:
     if (stored or Quantization()).stored != context.formats.quantization.stored:
         raise ValueError(f"{path}: quantized, but built as if it were not, or the other way round")
     model = build_model(config, context)
-    load_weights(model, path)
+    load_weights(model, path, advance)
     return model
 
 
@@ -67,13 +71,15 @@ def check_weights(model: CausalLM, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def load_weights(model: CausalLM, path: Path) -> None:
+def load_weights(model: CausalLM, path: Path, advance: Callable[[], None] = lambda: None) -> None:
     """Load and finish all weights of a model that was just built. Peak memory: the model and one tensor."""
     checkpoint = Checkpoint(path, model.weights)
     for stored in checkpoint.tensors:
         checkpoint.load(stored)
+        advance()
     for finish in model.weights.finishers:
         finish()
+        advance()
     model.weights.tensors.clear()
     model.weights.finishers.clear()
 
@@ -134,27 +140,42 @@ class Checkpoint:
         module, _, part = name.rpartition(".")
         if part == compressed_tensors.PACKED:
             return StoredTensor(file, name, f"{module}.weight", True)
-        if part == compressed_tensors.SCALE or part in compressed_tensors.IGNORED:
+        if part in compressed_tensors.BESIDE:
             codes = [f"{module}.{each}" for each in (compressed_tensors.CODES, compressed_tensors.PACKED)]
-            if any(each in self._places and self._is_quantized(each) for each in codes):
-                return None
+            if any(each in self._places and self._dtype(each) not in PLAIN_DTYPES for each in codes):
+                return None  # if they are no codes either, that is what is wrong
         return StoredTensor(file, name, name, self._is_quantized(name))
 
+    def _dtype(self, name: str) -> str:
+        return self._places[name].entries[name].dtype
+
     def _is_quantized(self, name: str) -> bool:
-        dtype = self._places[name].entries[name].dtype
-        return name.endswith(f".{compressed_tensors.PACKED}") or dtype in compressed_tensors.CODE_DTYPES
+        is_packed = name.endswith(f".{compressed_tensors.PACKED}")
+        return is_packed or self._dtype(name) in compressed_tensors.CODE_DTYPES
 
     def _load_quantized(self, stored: StoredTensor, expected: CheckpointTensor) -> None:
         if expected.load_scaled is None:
             raise WeightError("is quantized, but it is none of those that can be")
-        scale_name = f"{stored.name.removesuffix('.weight')}.{compressed_tensors.SCALE}"
+        module = stored.name.removesuffix(".weight")
+        scale_name = f"{module}.{compressed_tensors.SCALE}"
         if scale_name not in self._places:
             raise WeightError(f"is quantized, but its scales {scale_name!r} are missing")
+        if (dtype := self._dtype(scale_name)) not in PLAIN_DTYPES:
+            raise WeightError(f"has scales in {scale_name!r} that are {dtype}: not supported")
+        self._check_shape(f"{module}.{compressed_tensors.SHAPE}", expected.shape)
         codes = self._read(stored.file, stored.stored_name)
         if stored.stored_name != stored.name:
             codes = compressed_tensors.unpack(codes)
         scale = self._read(self._places[scale_name], scale_name)
         expected.load_scaled(compressed_tensors.join(codes, scale, scale_name))
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """What packed codes say they are."""
+        if name not in self._places or not self._materialize:
+            return
+        found = self._read(self._places[name], name).flatten().tolist()
+        if found != list(shape):
+            raise WeightError(f"is {found} as {name!r} says, but the model's config makes it {_shape(shape)}")
 
     def _check(self, stored: StoredTensor) -> None:
         file, stored_name, name, _ = stored
@@ -185,8 +206,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a model directory has weights that can be read, and not its config.json alone."""
-    return (path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()
+    """Whether a model directory has weights, and not its config.json alone; whether they can be read,
+    `weight_files` says."""
+    return any(next(path.glob(pattern), None) for pattern in ("*.safetensors", INDEX_FILE, *UNSAFE_FILES))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -199,7 +221,14 @@ def weight_files(path: Path) -> list[Path]:
         return [path / SINGLE_FILE]
     if (path / INDEX_FILE).is_file():
         return _indexed_files(path)
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    if shards:
+        raise ValueError(
+            f"{path}: {INDEX_FILE} is missing beside {shards[0]}"
+            + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
+            + ": it names every tensor's file, so that none is left out unnoticed"
+        )
+    others = sorted(file.name for pattern in UNSAFE_FILES for file in path.glob(pattern))
     if others:
         raise ValueError(
             f"{path}: no safetensors there, only {others[0]}: such files can run code when they are read; "

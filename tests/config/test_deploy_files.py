@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from configparser import ConfigParser
+from configparser import ConfigParser, SectionProxy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybridserve.config.schema import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+GUIDE = (ROOT / "docs" / "deploy-jamba-large.md").read_text()
 VERSIONS = ("1.30", "1.34")
 
 
@@ -101,17 +102,54 @@ def test_manifests_name_each_other() -> None:
     )
 
 
-def test_the_unit_leaves_time_to_drain() -> None:
+@pytest.fixture
+def service() -> SectionProxy:
     unit = ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
     unit.read(ROOT / "deploy" / "systemd" / "hybridserve.service")
-    service = unit["Service"]
+    return unit["Service"]
+
+
+def test_the_unit_leaves_time_to_drain(service: SectionProxy) -> None:
     command = service["ExecStart"].split()
     assert command[0].endswith("/bin/hybridserve")
     assert command[1:] == ["serve", "/etc/hybridserve/deployment.yaml"]
     assert service["KillSignal"] == "SIGTERM"
     assert float(service["TimeoutStopSec"]) > EngineConfig(model="demo").server.drain_seconds
     assert service["Restart"] == "on-failure"
+
+
+def test_the_unit_starts_without_directories_that_may_be_missing(service: SectionProxy) -> None:
+    assert all(path.startswith("-/") for path in service["ReadOnlyPaths"].split())
+
+
+def test_the_guide_prepares_what_the_unit_needs(service: SectionProxy) -> None:
+    assert f"useradd --system --create-home --home-dir /var/lib/hybridserve {service['User']}\n" in GUIDE
+    environment = service["EnvironmentFile"].removeprefix("-")
+    assert f"install -m 600 /dev/null {environment}\n" in GUIDE
+    assert "systemctl daemon-reload && systemctl enable --now hybridserve" in GUIDE
+    text = (ROOT / "configs" / "jamba-large-8xh100-int8.yaml").read_text()
+    assert f"configs/jamba-large-8xh100-int8.yaml {service['ExecStart'].split()[-1]}\n" in GUIDE
+    variables = set(re.findall(r"\$\{(\w+)\}", text))
+    assert variables == set(re.findall(rf'echo "(\w+)=.*>> {environment}', GUIDE))
+    assert variables == set(re.findall(r"Bearer \$(\w+)", GUIDE))
+    (served,) = re.findall(r"^served_name: ([\w-]+)", text, re.MULTILINE)
+    models = re.findall(r'"model": "([\w-]+)"', GUIDE)
+    adapters = re.findall(r'"lora_name": "([\w-]+)"', GUIDE)
+    assert set(models) == {served, *adapters}
+
+
+def test_the_guide_names_metrics_and_extras_that_exist() -> None:
+    section = GUIDE.partition("## 7.")[2].partition("## 8.")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    names = {name for row in rows[1:] for name in re.findall(r"`([a-z]+_\w+)", row)}
+    source = (ROOT / "hybridserve" / "server" / "metrics.py").read_text()
+    assert len(names) > 8
+    for name in names:
+        assert f'"{name.removesuffix("_total")}' in source, name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"pip install '\.\[([\w,]+)\]'", GUIDE)
+    assert {"server", "plot"} <= set(extras.split(",")) <= project["optional-dependencies"].keys()
 
 
 def test_the_image_names_what_exists() -> None:

@@ -22,7 +22,7 @@ def write(directory: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_file_in_configs_loads(path):
-    load_config(file=path)
+    load_config(file=path, with_keys=False)
 
 
 def test_the_demo_configuration_shows_every_key():

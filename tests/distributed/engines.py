@@ -30,17 +30,26 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DEFAULTS = {"max_model_len": 256, "memory_bytes": "1MiB", "check_integrity": True, "dtype": "float32"}
 
 
+class RestartingLauncher(ProcessLauncher):
+    can_restart = True
+
+
 @contextmanager
-def engine(path: Path, fault: str | None = None, **options: Any) -> Iterator[EngineCore]:
-    """An engine core over processes of this machine; with a `fault`, of those of `faulty_rank`."""
+def engine(
+    path: Path, fault: str | None = None, *, can_restart: bool = False, **options: Any
+) -> Iterator[EngineCore]:
+    """An engine core over processes of this machine; with a `fault`, of those of `faulty_rank`. They are
+    started again after a failure if they `can_restart`, as under Ray."""
     config = load_config(str(path), None, {**DEFAULTS, **options})
     plan = make_plan(config, path)
     parallel = config.parallel
     executor = None
-    if fault is not None:
+    assignment = Assignment(path, plan, parallel.step_timeout, parallel.interface)
+    if can_restart:
+        executor = RanksExecutor(assignment, RestartingLauncher())
+    elif fault is not None:
         os.environ[FAULT] = fault
         try:
-            assignment = Assignment(path, plan, parallel.step_timeout, parallel.interface)
             executor = RanksExecutor(assignment, ProcessLauncher([str(FAULTY_RANK)]))
         finally:
             del os.environ[FAULT]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from functools import partial
 
 from hybridserve.engine import rank_process, rendezvous
 from hybridserve.engine.channel import Channel, Kind
@@ -43,7 +44,13 @@ def main() -> None:
     def faulty_load(self, *arguments, **options):
         if fault == "load":
             raise ValueError("there is no such model here")
+        if fault in ("load-hang", "load-slow"):
+            arguments = (*arguments[:-1], partial(dawdle, arguments[-1]))
         load(self, *arguments, **options)
+
+    def dawdle(advance):
+        time.sleep(0.15 if fault == "load-slow" else 1000)  # for each tensor
+        advance()
 
     Worker.execute, Channel.receive, Worker.__init__ = faulty_execute, faulty_receive, faulty_load
     if fault == "version":

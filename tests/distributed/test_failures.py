@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hybridserve import cli
 from hybridserve.core.request import FinishReason
 from hybridserve.distributed.failure import RankFailure
+from hybridserve.engine.launchers import _how
 from tests.distributed.engines import (
     add,
     all_gone,
@@ -147,6 +151,40 @@ def test_a_rank_that_cannot_begin(fault: str, reason: str, model: Callable[[str]
     assert not rank_processes()
 
 
+def test_a_rank_that_hangs_while_it_loads(model: Callable[[str], Path]) -> None:
+    begin = time.monotonic()
+    with (
+        pytest.raises(RankFailure, match=r"^rank 1 \(process \d+\) loaded nothing for 3 s \(parallel"),
+        engine(model("jamba"), "load-hang", tensor=2, step_timeout=3),
+    ):
+        pass
+    assert time.monotonic() - begin < 60
+    assert not rank_processes()
+
+
+def test_a_rank_may_load_slowly(model: Callable[[str], Path]) -> None:
+    begin = time.monotonic()
+    with engine(model("jamba"), "load-slow", tensor=2, step_timeout=3) as core:
+        assert time.monotonic() - begin > 6
+        add(core, "r", PROMPTS[0])
+        assert finish(core)
+
+
+def test_a_broken_checkpoint_is_found_before_any_rank_starts(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By rank 0, though the tensor is another stage's."""
+    path = tmp_path / "broken"
+    shutil.copytree(model("jamba"), path)
+    tensors = load_file(path / "model.safetensors")
+    name = max(name for name in tensors if name.startswith("model.layers."))
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    message = rf"the tensor '{re.escape(name)}' .* is missing"
+    with pytest.raises(ValueError, match=message), engine(path, pipeline=2):
+        pass
+
+
 @pytest.mark.slow
 def test_a_rank_that_rank_0_does_not_talk_to(model: Callable[[str], Path]) -> None:
     """Of the second stage's tensor group: rank 0 only waits for what comes of it."""
@@ -159,6 +197,19 @@ def test_a_rank_that_rank_0_does_not_talk_to(model: Callable[[str], Path]) -> No
         with pytest.raises(RankFailure, match=r"rank 3 \(process \d+\) was ended by SIGKILL"):
             finish(core)
         assert time.monotonic() - begin < 5
+        assert all_gone(processes)
+
+
+@pytest.mark.slow
+def test_only_who_hangs_is_blamed(model: Callable[[str], Path]) -> None:
+    """Ranks 1 and 2 wait for rank 3, and say so."""
+    with engine(model("jamba"), tensor=2, pipeline=2, step_timeout=3) as core:
+        processes = rank_processes()
+        add(core, "r0", PROMPTS[0])
+        core.step()
+        processes[2].suspend()
+        with pytest.raises(RankFailure, match=r"^rank 3 \(process \d+\) did not answer within 3 s"):
+            finish(core)
         assert all_gone(processes)
 
 
@@ -286,6 +337,12 @@ def test_the_command_line_says_it_in_one_line(monkeypatch: pytest.MonkeyPatch, c
         cli.main(["plan", "demo"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == "hybridserve: rank 3 was ended by SIGKILL\n"
+
+
+def test_how_a_process_ended() -> None:
+    assert _how(17) == "ended with status 17"
+    assert _how(-signal.SIGTERM) == "was ended by SIGTERM"
+    assert _how(-40) == "was ended by signal 40"  # a real-time one has no name
 
 
 def test_who_is_alive_is_known() -> None:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 PROMPT = [3, 4, 5, 6, 7]
 SCRIPT = """
-import logging, sys, psutil, ray
+import logging, sys, time, psutil, ray
 from hybridserve import LLM, SamplingParams
 from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine import ray_launcher
+from tests.distributed.engines import add, finish, steps, tokens
 
 def actors():
     found = psutil.Process().children(recursive=True)
@@ -42,6 +43,19 @@ def fail():
     except RankFailure as error:
         print("failed", error)
 
+def fail_within():
+    core = llm._core
+    add(core, "lost", [3, 4, 5])
+    print("began", len(tokens(steps(core, 3)["lost"])))
+    (actor,) = actors()
+    actor.kill()
+    time.sleep(3)  # it is noticed between two steps
+    try:
+        print("went on", finish(core))
+    except RankFailure as error:
+        print("failed", error)
+    print("ended", [str(output.finish_reason) for output in core.step()])
+
 ray_launcher.PLACEMENT_SECONDS = 1
 try:
     LLM(sys.argv[1], tensor=4, **options)
@@ -53,6 +67,7 @@ with LLM(sys.argv[1], tensor=2, adapters={"A": sys.argv[2]}, **options) as llm:
     answer("A")
     fail()
     answer("A")  # on a fresh rank, which has to be given the adapter again
+    fail_within()
     answer()
     fail()
     (actor,) = actors() or [None]
@@ -85,5 +100,7 @@ def test_ray_places_ranks_and_starts_them_again(tmp_path: Path) -> None:
     )
     answers = [line for line in lines if line.startswith("answer")]
     assert answers == [f"answer {expected[name]}" for name in ("base", "A", "A", "base")]
-    assert sum(line.startswith("failed rank 1 ended: ") for line in lines) == 2
+    assert sum(line.startswith("failed rank 1 ") for line in lines) == 3
+    assert "began 3" in lines
+    assert "ended ['abort']" in lines
     assert lines[-2:] == ["left None", "closed []"]

@@ -14,6 +14,7 @@ import pytest
 
 import hybridserve
 from hybridserve.cli import main
+from hybridserve.config.loader import load_config
 
 DEMO = Path(hybridserve.__file__).parent / "models" / "demo"
 
@@ -130,7 +131,10 @@ def test_advice_on_a_small_arena_is_right(fails, capsys, block_size, memory):
 
 def test_arena_larger_than_the_machine(fails):
     said = fails("plan", "demo", "--memory_bytes", "100TiB")
-    assert "cache.memory_bytes: 100.0 TiB is more than the " in said
+    assert re.search(r"cache.memory_bytes: 100.0 TiB, beside .* MiB of weights, is more than the ", said)
+    fitting = re.search(r"what would fit: cache.memory_bytes: (\S+)$", said)
+    assert fitting, said
+    load_config("demo", overrides={"memory_bytes": fitting[1]})
 
 
 def test_unsupported_architecture_lists_the_supported(fails, model):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridserve import LLM, SamplingParams
-from hybridserve.config.loader import load_config
+from hybridserve.config.loader import ConfigError, load_config
 from hybridserve.engine.alternatives import plan_or_suggest
 from hybridserve.models.hub import resolve_config
 
@@ -44,7 +44,7 @@ def test_each_setting_is_explained_or_explains_itself(file: Path) -> None:
 @pytest.mark.parametrize(("name", "expected"), GPU.items())
 def test_gpu_deployments_fit(name: str, expected: tuple[str, int, float]) -> None:
     shape, num_ranks, gibibytes = expected
-    config = load_config(file=CONFIGS / f"{name}.yaml")
+    config = load_config(file=CONFIGS / f"{name}.yaml", with_keys=False)
     hf_config, found = resolve_config(config.model)
     assert found == shape
     plan = plan_or_suggest(config, hf_config, shape=found)
@@ -61,10 +61,25 @@ def test_gpu_deployments_fit(name: str, expected: tuple[str, int, float]) -> Non
         LLM(config=CONFIGS / f"{name}.yaml", model="demo", max_model_len=1024)
 
 
+@pytest.mark.parametrize(("name", "expected"), GPU.items())
+def test_gpu_deployments_are_served_to_those_with_keys(
+    name: str, expected: tuple[str, int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = CONFIGS / f"{name}.yaml"
+    with pytest.raises(ConfigError, match="HYBRIDSERVE_API_KEY is not set"):
+        load_config(file=file)
+    monkeypatch.setenv("HYBRIDSERVE_API_KEY", "a-key")
+    monkeypatch.setenv("HYBRIDSERVE_ADMIN_KEY", "another-key")
+    config = load_config(file=file)
+    assert config.served_name == expected[0]
+    assert [key.get_secret_value() for key in config.server.api_keys] == ["a-key"]
+    assert bool(config.server.admin_keys) == config.lora.allow_runtime_loading
+
+
 def test_what_comments_say_of_the_int8_deployment() -> None:
     file = CONFIGS / "jamba-large-8xh100-int8.yaml"
     text = file.read_text()
-    config = load_config(file=file)
+    config = load_config(file=file, with_keys=False)
     hf_config, _ = resolve_config(config.model)
 
     def weights(**quantization: object) -> str:

@@ -14,6 +14,7 @@ from hybridserve.cli import main
 from hybridserve.config.loader import load_config
 from hybridserve.engine import arena_plan, planner
 from hybridserve.engine.executor import LocalExecutor
+from hybridserve.engine.plan_plot import WEIGHTS
 from hybridserve.engine.planner import make_plan, plan_model
 from hybridserve.engine.roofline import share_read
 from hybridserve.kernels import native
@@ -99,17 +100,25 @@ def test_the_arena_is_what_is_left(run) -> None:
     [
         (
             [*LARGE, "--tensor", "8"],
-            "92.8 GiB of weights and 3.9 GiB of workspace take; what would fit: parallel.tensor: 16, "
-            "or quantization.format: int8, or hardware: h200-141gb, or parallel.pipeline: 2",
+            "92.8 GiB of weights and 3.9 GiB of workspace take; what would fit: quantization.format: int8, "
+            "or hardware: h200-141gb, or parallel.tensor: 16, or parallel.pipeline: 2",
         ),
         (
             ["jamba-mini", "--hardware", "a100-40gb", "--tensor", "2"],
-            "what would fit: parallel.tensor: 4, or",
+            "what would fit: quantization.format: int8, or hardware: h100-80gb, or parallel.tensor: 4, or",
         ),
         (["jamba-large", "--hardware", "l40s"], "742.4 GiB of weights"),
         (
+            ["jamba-large", "--hardware", "h100-80gb"],
+            "what would fit: parallel.tensor: 8 with quantization.format: int8, or parallel.tensor: 16",
+        ),
+        (
+            [*LARGE, *INT8, "--max_num_batched_tokens", "1000000"],
+            "what would fit: scheduler.max_num_batched_tokens: 65536",
+        ),
+        (
             ["jamba-mini", "--hardware", "h100-80gb", "--format", "int8", "--memory_bytes", "40GiB"],
-            "cache.memory_bytes: 40.0 GiB, beside 48.7 GiB of weights",
+            "one H100 80 GB; what would fit: cache.memory_bytes: 19.2GiB, or hardware: h200-141gb, or",
         ),
         (
             ["jamba-mini", "--hardware", "h100-80gb", "--format", "int8", "--memory_fraction", "0.66"],
@@ -126,6 +135,36 @@ def test_the_arena_is_what_is_left(run) -> None:
 )
 def test_what_does_not_fit_is_refused_with_what_would(run, arguments: list[str], message: str) -> None:
     shown = run(*arguments, status=2)
+    assert message in shown
+    assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["jamba-large", "--memory_bytes", "10GiB"],
+            "10.0 GiB, beside 742.4 GiB of weights, is more than the 24.0 GiB of memory that this machine",
+        ),
+        (["jamba-large"], "model: 742.4 GiB of weights don't fit into the 4.0 GiB of memory that"),
+        (["jamba-3b"], "has free; what would fit: quantization.format: int8"),
+        (
+            ["jamba-3b", "--memory_bytes", "20GiB"],
+            "what would fit: cache.memory_bytes: 18.3GiB, or quantization.format: int8",
+        ),
+        (
+            ["jamba-3b", "--memory_bytes", "10GiB", "--tensor", "2", "--executor", "mp"],
+            "cache.memory_bytes: 10.0 GiB x 2 ranks, beside 5.6 GiB of weights,",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("hardware", ["auto", "cpu"])
+def test_weights_and_arenas_fit_into_this_machine_together(
+    run, monkeypatch: pytest.MonkeyPatch, hardware: str, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(arena_plan, "total_memory", lambda: 24 << 30)
+    monkeypatch.setattr(arena_plan, "available_memory", lambda: 4 << 30)
+    shown = run(*arguments, "--hardware", hardware, status=2)
     assert message in shown
     assert len(shown.splitlines()) == 1
 
@@ -150,8 +189,10 @@ def test_an_engine_does_not_start_for_hardware_that_is_elsewhere(capsys: pytest.
 
 
 def test_a_cpu_that_is_named_has_a_projection(run) -> None:
-    assert "decode" not in run("demo")
-    assert "projected for 1 x CPU" in run("demo", "--hardware", "cpu")
+    assert "not projected: this machine's speed isn't known" in run("demo")
+    shown = run("demo", "--hardware", "cpu")
+    assert "projected for 1 x CPU" in shown
+    assert "not projected" not in shown
 
 
 def test_plot(run, tmp_path: Path) -> None:
@@ -166,6 +207,34 @@ def test_plot(run, tmp_path: Path) -> None:
             assert picture.size == (1800, 780)
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
     assert "--plot" in run("demo", "--plot", tmp_path / "plan.unknown", status=2)
+    assert "is a directory" in run("demo", "--plot", tmp_path, status=2)
+    assert not tmp_path.with_suffix(".png").exists()
+
+
+def test_a_part_has_its_color_in_every_plot(run, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name, arguments in (("experts", ["jamba-mini"]), ("mlp", ["jamba-3b"])):
+        run(*arguments, "--hardware", "h200-141gb", "--plot", tmp_path / "plan.png")
+        with image.open(tmp_path / "plan.png") as picture:
+            colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
+        assert tuple(bytes.fromhex(WEIGHTS[name][1:])) in colors
+
+
+def test_stages_that_are_alike_share_a_column(run) -> None:
+    shown = run(*LARGE, "--pipeline", "72")
+    assert max(map(len, shown.splitlines())) < 150
+    assert "layer 0   stages 1,3..69   26 of 2 to 70   stages 4,12..68   layer 71" in shown
+    assert "stages 4,12..68  a layer each: weights 1.4 GiB" in shown
+    two = run(*LARGE, "--tensor", "8", "--pipeline", "2")
+    assert "layers 0-35   layers 36-71" in two
+    assert "stage 1   layers 36 to 71: weights" in two
+
+
+def test_small_models_are_told_in_small_units(run) -> None:
+    shown = run("demo", "--hardware", "cpu", "--memory_bytes", "16MiB")
+    assert "MiB a rank" in shown
+    assert "experts, bfloat16" in shown
+    assert "2.25" in shown
 
 
 def test_share_of_experts_that_are_read() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,22 @@ def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
     stream.close()
     stats = llm.stats()
     assert stats["num_running"] == stats["cache_num_blocks"] == stats["cache_num_slots"] == 0
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_stream_that_is_over_keeps_no_engine(is_left: bool) -> None:
+    llm = LLM("demo", memory_bytes="8MiB")
+    stream = llm.stream(PROMPT, GREEDY)
+    next(stream)
+    if is_left:
+        stream.close()
+    assert (list(stream) == []) == is_left
+    engine = weakref.ref(llm._core)
+    del llm
+    gc.collect()
+    assert engine() is None
+    assert list(stream) == []
+    stream.close()
 
 
 def test_stop_string_across_tokens(llm: LLM) -> None:

@@ -3,6 +3,7 @@ narrow model of 72 layers that eight ranks really load."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -174,5 +175,27 @@ def test_inspect_shows_it_on_a_machine_too_small(
     shown = capsys.readouterr()
     assert f"{len(tensors):,} tensors, 96.1 GiB; each has its place" in shown.out
     assert "model.layers.{1,3..31}.feed_forward.experts.{0-15}.up_proj.weight" in shown.out
+    assert status.value.code == 0, shown.err
+    why = (
+        "does not fit  model: 96.1 GiB of weights don't fit into the 8.0 GiB of memory that this machine has"
+    )
+    assert why in shown.out
+
+
+def test_shards_without_an_index_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(tmp_path, "jamba-mini", jamba_tensors(load_shape("jamba-mini")))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(SystemExit) as status:
+        main(["inspect", str(tmp_path)])
+    shown = capsys.readouterr()
     assert status.value.code == 2
-    assert "0 B free memory" in shown.err
+    (line,) = shown.err.splitlines()
+    assert "model.safetensors.index.json is missing beside model-00001-of-" in line
+
+
+def test_inspect_says_that_there_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(load_shape("jamba-3b")))
+    with pytest.raises(SystemExit) as status:
+        main(["inspect", str(tmp_path)])
+    assert status.value.code == 0
+    assert "checkpoint  config.json alone" in capsys.readouterr().out
