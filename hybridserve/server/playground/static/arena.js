@@ -1,0 +1,98 @@
+// Draws the arena: a cell a slab or, where there are more than fit, a cell for several.
+
+import { find, setText } from "./dom.js";
+
+const GAP = 1;
+const SIZES = [14, 12, 10, 9, 8, 7, 6, 5];
+const MAX_HEIGHT = 120;
+const KINDS = ["kv", "state", "null"]; // from the bottom of a cell; what is left is free
+
+const canvas = find("arena");
+let shown = null; // the runs that are drawn
+
+/** The largest cells of which enough fit, and how many slabs each then stands for. */
+function layOut(numSlabs, width) {
+  for (const size of SIZES) {
+    const columns = Math.floor((width + GAP) / (size + GAP));
+    if (Math.ceil(numSlabs / columns) * (size + GAP) <= MAX_HEIGHT) return { size, columns, perCell: 1 };
+  }
+  const size = 6;
+  const columns = Math.floor((width + GAP) / (size + GAP));
+  const rows = Math.floor(MAX_HEIGHT / (size + GAP));
+  return { size, columns, perCell: Math.ceil(numSlabs / (columns * rows)) };
+}
+
+/** How many slabs of each kind every cell has. */
+function count(runs, perCell) {
+  const cells = [];
+  let cell = null;
+  let room = 0;
+  for (const run of runs) {
+    for (let left = run.count; left > 0; ) {
+      if (!room) {
+        cells.push((cell = { kv: 0, state: 0, null: 0, free: 0 }));
+        room = perCell;
+      }
+      const taken = Math.min(left, room);
+      cell[run.kind] += taken;
+      left -= taken;
+      room -= taken;
+    }
+  }
+  return cells;
+}
+
+function paint() {
+  const width = canvas.clientWidth;
+  if (!shown || !width) return;
+  const numSlabs = shown.reduce((sum, run) => sum + run.count, 0);
+  const { size, columns, perCell } = layOut(numSlabs, width);
+  const cells = count(shown, perCell);
+  const height = Math.ceil(cells.length / columns) * (size + GAP) - GAP;
+  const scale = window.devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  const pitch = (width + GAP) / columns; // the columns share what is left of the width
+  const style = getComputedStyle(canvas);
+  const colour = (kind) => style.getPropertyValue(`--${kind}`);
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  cells.forEach((cell, index) => {
+    const column = index % columns;
+    const x = Math.round(column * pitch);
+    const wide = Math.round((column + 1) * pitch) - GAP - x;
+    const y = Math.floor(index / columns) * (size + GAP);
+    pen.fillStyle = colour("free");
+    pen.fillRect(x, y, wide, size);
+    let bottom = y + size;
+    for (const kind of KINDS) {
+      if (!cell[kind]) continue;
+      const part = perCell === 1 ? size : Math.max(2, (size * cell[kind]) / perCell);
+      const top = Math.max(y, bottom - part);
+      pen.fillStyle = colour(kind);
+      pen.fillRect(x, top, wide, bottom - top);
+      bottom = top;
+    }
+  });
+  return perCell;
+}
+
+export function show(arena, bytes) {
+  shown = arena.slabs;
+  const totals = { kv: 0, state: 0, free: 0, null: 0 };
+  for (const run of shown) totals[run.kind] += run.count;
+  for (const [kind, total] of Object.entries(totals)) setText(find(`num-${kind}`), String(total));
+  const perCell = paint() ?? 1;
+  const each = `${perCell === 1 ? "a cell, a slab" : `a cell, ${perCell} slabs`} of ${bytes(arena.slab_bytes)}`;
+  setText(find("scale"), arena.slab_bytes ? each : "");
+  canvas.setAttribute(
+    "aria-label",
+    `Map of the arena: ${totals.kv} slabs of KV, ${totals.state} of state, ${totals.free} free, ${totals.null} null`,
+  );
+}
+
+export function start() {
+  new ResizeObserver(paint).observe(canvas.parentElement);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+}
