@@ -1,8 +1,8 @@
 """The files of the page. They are the same for everybody and say nothing about this server, so they need no
 key; what the page then asks for does.
 
-Knows bytes and headers. A browser is told to run, load and connect to nothing but what comes from here, and to
-make no markup of text.
+Knows bytes and headers. A browser is told to run, load and connect to nothing but what comes from here, and
+to make no markup of text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GET /playground/state: the engine at a glance, for a page that asks about once a second.
 
-Counters go on from the start of the server, with the moment at which they were read: whoever asks twice makes rates
-of them. Knows what the engine said last; asks it nothing that costs a step.
+Counters go on from the start of the server, with the moment at which they were read: whoever asks twice makes
+rates of them. Knows what the engine said last; asks it nothing that costs a step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SlabRun(msgspec.Struct, frozen=True):
 
 
 class ArenaState(msgspec.Struct, frozen=True):
-    """`slabs` covers the whole arena, in order. Bytes in use are those of blocks and slots, not of whole slabs."""
+    """`slabs` covers the whole arena, in order. Bytes in use are those of blocks and slots, not of slabs."""
 
     slabs: list[SlabRun]
     slab_bytes: int

@@ -7,7 +7,7 @@ import { bytes, duration, find, make, setText, short } from "./dom.js";
 import { askForKey } from "./settings.js";
 
 const PERIOD = 1000; // milliseconds
-const MAX_ROWS = 8;
+const MAX_ROWS = 6;
 const WORDS = {
   ok: "ready",
   starting: "loading the model",
@@ -146,9 +146,9 @@ export function refresh() {
 export function start(takeModels) {
   onModels = takeModels;
   charts = {
-    tokens: new Chart(find("tokens-chart"), ["--state", "--kv"], "Tokens generated and computed a second, in the last two minutes"),
+    tokens: new Chart(find("tokens-chart"), ["--ink", "--edge"], "Tokens generated and computed a second, in the last two minutes"),
     first: new Chart(find("first-chart"), ["--ink"], "Milliseconds to the first token, in the last two minutes", true),
-    between: new Chart(find("between-chart"), ["--ink"], "Milliseconds between tokens, in the last two minutes", true),
+    between: new Chart(find("between-chart"), ["--ink"], "Milliseconds between tokens, in the last two minutes"),
   };
   arena.start();
   document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : look()));

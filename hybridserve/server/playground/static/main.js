@@ -22,7 +22,7 @@ function explain(element, parts) {
   }));
 }
 
-explain(document.getElementById("tokens-now"), [["state", "generated"], ["kv", "computed"]]);
+explain(document.getElementById("tokens-now"), [["generated", "generated"], ["computed", "computed"]]);
 chat.start();
 settings.start(engine.refresh);
 engine.start(chat.setModels);
