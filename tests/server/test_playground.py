@@ -96,9 +96,7 @@ def test_the_engine_at_a_glance():
         assert (state["status"], state["model"]) == ("ok", "tiny")
         engine = state["engine"]
         assert engine["num_running"] == 2
-        assert engine["arena"]["slabs"] == [
-            {"kind": kind, "count": 1} for kind in ("null", "kv", "state", "kv", "state")
-        ]
+        assert engine["arena"]["slabs"] == [[kind, 1] for kind in ("null", "kv", "state", "kv", "state")]
         assert [(each["adapter"], each["max_tokens"]) for each in engine["requests"]] == [
             (None, 30),
             ("law", 30),

@@ -6,7 +6,7 @@ rates of them. Knows what the engine said last; asks it nothing that costs a ste
 
 from __future__ import annotations
 
-from itertools import groupby
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hybridserve.engine.messages import EngineView
     from hybridserve.server.exchange import Exchange
     from hybridserve.server.service import Service
+
+_LATENCIES = ("time_to_first_token", "inter_token_latency")
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -40,8 +42,8 @@ class AdapterRow(msgspec.Struct, frozen=True):
     num_generated_tokens: int
 
 
-class SlabRun(msgspec.Struct, frozen=True):
-    """Neighbours of one kind: null, kv, state or free."""
+class SlabRun(msgspec.Struct, frozen=True, array_like=True):
+    """Neighbours of one kind: null, kv, state or free. There may be thousands: a run is a pair."""
 
     kind: str
     count: int
@@ -124,12 +126,10 @@ def _numbers(service: Service, seconds: float, view: EngineView) -> EngineNumber
     )
 
 
-_LATENCIES = ("time_to_first_token", "inter_token_latency")
-
-
 def runs(slabs: bytes, num_slabs: int) -> list[SlabRun]:
     """The map of `EngineView`, of which the end may be missing, as runs that cover `num_slabs`."""
-    found = [(SlabKind(kind), sum(1 for _ in same)) for kind, same in groupby(slabs)]
+    same = re.finditer(rb"(.)\1*", slabs, re.DOTALL)
+    found = [(SlabKind(run[0][0]), run.end() - run.start()) for run in same]
     if num_slabs > len(slabs):
         missing = num_slabs - len(slabs)
         if found and found[-1][0] is SlabKind.FREE:

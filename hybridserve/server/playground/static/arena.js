@@ -3,12 +3,12 @@
 import { find, setText } from "./dom.js";
 
 const GAP = 1;
-const SIZES = [14, 12, 10, 9, 8, 7, 6, 5];
+const SIZES = [18, 14, 12, 10, 9, 8, 7, 6, 5];
 const MAX_HEIGHT = 120;
 const KINDS = ["kv", "state", "null"]; // from the bottom of a cell; what is left is free
 
 const canvas = find("arena");
-let shown = null; // the runs that are drawn
+let shown = null; // the runs that are drawn: [kind, count]
 
 /** The largest cells of which enough fit, and how many slabs each then stands for. */
 function layOut(numSlabs, width) {
@@ -23,18 +23,18 @@ function layOut(numSlabs, width) {
 }
 
 /** How many slabs of each kind every cell has. */
-function count(runs, perCell) {
+function fill(runs, perCell) {
   const cells = [];
   let cell = null;
   let room = 0;
-  for (const run of runs) {
-    for (let left = run.count; left > 0; ) {
+  for (const [kind, count] of runs) {
+    for (let left = count; left > 0; ) {
       if (!room) {
         cells.push((cell = { kv: 0, state: 0, null: 0, free: 0 }));
         room = perCell;
       }
       const taken = Math.min(left, room);
-      cell[run.kind] += taken;
+      cell[kind] += taken;
       left -= taken;
       room -= taken;
     }
@@ -45,9 +45,9 @@ function count(runs, perCell) {
 function paint() {
   const width = canvas.clientWidth;
   if (!shown || !width) return;
-  const numSlabs = shown.reduce((sum, run) => sum + run.count, 0);
+  const numSlabs = shown.reduce((sum, [, count]) => sum + count, 0);
   const { size, columns, perCell } = layOut(numSlabs, width);
-  const cells = count(shown, perCell);
+  const cells = fill(shown, perCell);
   const height = Math.ceil(cells.length / columns) * (size + GAP) - GAP;
   const scale = window.devicePixelRatio || 1;
   canvas.style.height = `${height}px`;
@@ -81,7 +81,7 @@ function paint() {
 export function show(arena, bytes) {
   shown = arena.slabs;
   const totals = { kv: 0, state: 0, free: 0, null: 0 };
-  for (const run of shown) totals[run.kind] += run.count;
+  for (const [kind, count] of shown) totals[kind] += count;
   for (const [kind, total] of Object.entries(totals)) setText(find(`num-${kind}`), String(total));
   const perCell = paint() ?? 1;
   const each = `${perCell === 1 ? "a cell, a slab" : `a cell, ${perCell} slabs`} of ${bytes(arena.slab_bytes)}`;

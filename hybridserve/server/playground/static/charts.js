@@ -4,11 +4,12 @@ const SPAN = 120; // seconds
 const HEIGHT = 74;
 
 export class Chart {
-  /** `colours`: a CSS variable for each line. `hasDots`: for what is not measured all the time. */
-  constructor(box, colours, label, hasDots = false) {
+  /** `colours`: a CSS variable for each line. `write` makes text of a value. `asDots`: what is not measured all the time. */
+  constructor(box, colours, label, write, asDots = false) {
     this.box = box;
     this.colours = colours;
-    this.hasDots = hasDots;
+    this.write = write;
+    this.asDots = asDots;
     this.samples = []; // [seconds, value, ...]
     box.setAttribute("role", "img");
     box.setAttribute("aria-label", label);
@@ -54,20 +55,19 @@ export class Chart {
       },
       axes: [
         { ...axis, size: 18, gap: 4, grid: { show: false }, splits: [-SPAN, -SPAN / 2, 0], values: ["", "−1 min", "now"] },
-        { ...axis, size: 34, gap: 6, space: 24, grid, values: (_, ticks) => ticks.map(plain) },
+        { ...axis, size: 44, gap: 6, space: 24, grid, values: (_, ticks) => ticks.map(this.write) },
       ],
       series: [
         {},
         ...this.colours.map((name) => ({
           stroke: colour(name),
           width: 1.5,
-          fill: this.colours.length === 1 || name === this.colours[0] ? `${colour(name)}1f` : undefined,
-          points: { show: this.hasDots, size: 4, width: 0, fill: colour(name) },
+          fill: name === this.colours[0] ? `${colour(name)}1f` : undefined,
+          paths: this.asDots ? () => null : undefined,
+          points: { show: this.asDots, size: 4, width: 0, fill: colour(name) },
         })),
       ],
     };
     this.plot = new uPlot(options, this.data(), this.box);
   }
 }
-
-const plain = (value) => (value >= 1000 ? `${value / 1000}k` : String(value));

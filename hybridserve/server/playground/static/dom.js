@@ -13,17 +13,18 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** A number for people: three digits that matter. */
+/** A number for people: the digits that matter. */
 export function short(value) {
-  if (value >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
-  if (value >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
+  if (value >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (value >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   if (value >= 100 || Number.isInteger(value)) return value.toFixed(0);
   return value.toPrecision(value < 0.1 ? 1 : 2);
 }
 
 export function duration(seconds) {
+  if (seconds === 0) return "0";
   if (seconds < 1) return `${short(seconds * 1000)} ms`;
-  if (seconds < 100) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  if (seconds < 100) return `${Number(seconds.toFixed(seconds < 10 ? 1 : 0))} s`;
   return `${Math.round(seconds / 60)} min`;
 }
 

@@ -85,8 +85,8 @@ function show(numbers) {
 
   arena.show(numbers.arena, bytes);
   charts.tokens.add(numbers.seconds, [generated, computed]);
-  charts.first.add(numbers.seconds, [first === null ? null : first * 1000]);
-  charts.between.add(numbers.seconds, [between === null ? null : between * 1000]);
+  charts.first.add(numbers.seconds, [first]);
+  charts.between.add(numbers.seconds, [between]);
   if (first !== null) setText(find("first-now"), duration(first));
   if (between !== null) setText(find("between-now"), duration(between));
   showRequests(numbers);
@@ -146,9 +146,9 @@ export function refresh() {
 export function start(takeModels) {
   onModels = takeModels;
   charts = {
-    tokens: new Chart(find("tokens-chart"), ["--ink", "--edge"], "Tokens generated and computed a second, in the last two minutes"),
-    first: new Chart(find("first-chart"), ["--ink"], "Milliseconds to the first token, in the last two minutes", true),
-    between: new Chart(find("between-chart"), ["--ink"], "Milliseconds between tokens, in the last two minutes"),
+    tokens: new Chart(find("tokens-chart"), ["--ink", "--edge"], "Tokens generated and computed a second, in the last two minutes", short),
+    first: new Chart(find("first-chart"), ["--ink"], "Time to the first token, in the last two minutes", duration, true),
+    between: new Chart(find("between-chart"), ["--ink"], "Time between tokens, in the last two minutes", duration),
   };
   arena.start();
   document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : look()));
