@@ -389,7 +389,7 @@ def test_nothing_is_wider_than_the_screen(browser, width):
                 " && (each.getBoundingClientRect().right > innerWidth + 1 || (!each.matches('select, input')"
                 " && getComputedStyle(each).overflowX !== 'hidden' && each.clientWidth"
                 " && each.scrollWidth > each.clientWidth + 1)))"
-                ".map(each => each.className || each.tagName)"
+                ".map(each => [each.className || each.tagName, each.scrollWidth, each.clientWidth])"
             )
             assert out == []
             assert page.run("document.documentElement.scrollWidth") == width

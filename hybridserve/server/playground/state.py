@@ -6,12 +6,10 @@ rates of them. Knows what the engine said last; asks it nothing that costs a ste
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hybridserve.core.slabs import SlabKind
 from hybridserve.engine.messages import RequestView
 
 if TYPE_CHECKING:
@@ -42,17 +40,12 @@ class AdapterRow(msgspec.Struct, frozen=True):
     num_generated_tokens: int
 
 
-class SlabRun(msgspec.Struct, frozen=True, array_like=True):
-    """Neighbours of one kind: null, kv, state or free. There may be thousands: a run is a pair."""
-
-    kind: str
-    count: int
-
-
 class ArenaState(msgspec.Struct, frozen=True):
-    """`slabs` covers the whole arena, in order. Bytes in use are those of blocks and slots, not of slabs."""
+    """`slabs` is base64 of one byte a slab: 0 free, 1 KV, 2 state, 3 null; those missing at its end are free.
+    Bytes in use are those of blocks and slots, not of slabs."""
 
-    slabs: list[SlabRun]
+    slabs: bytes
+    num_slabs: int
     slab_bytes: int
     blocks_per_slab: int
     slots_per_slab: int
@@ -111,7 +104,8 @@ def _numbers(service: Service, seconds: float, view: EngineView) -> EngineNumber
         first_token=latencies["time_to_first_token"],
         between_tokens=latencies["inter_token_latency"],
         arena=ArenaState(
-            slabs=runs(view.slabs, plan.get("num_slabs", len(view.slabs))),
+            slabs=view.slabs,
+            num_slabs=plan.get("num_slabs", len(view.slabs)),
             slab_bytes=plan.get("slab_bytes", 0),
             blocks_per_slab=plan.get("blocks_per_slab", 0),
             slots_per_slab=plan.get("slots_per_slab", 0),
@@ -124,18 +118,6 @@ def _numbers(service: Service, seconds: float, view: EngineView) -> EngineNumber
         requests=view.requests,
         adapters=list(_rows(view)),
     )
-
-
-def runs(slabs: bytes, num_slabs: int) -> list[SlabRun]:
-    """The map of `EngineView`, of which the end may be missing, as runs that cover `num_slabs`."""
-    same = re.finditer(rb"(.)\1*", slabs, re.DOTALL)
-    found = [(SlabKind(run[0][0]), run.end() - run.start()) for run in same]
-    if num_slabs > len(slabs):
-        missing = num_slabs - len(slabs)
-        if found and found[-1][0] is SlabKind.FREE:
-            missing += found.pop()[1]
-        found.append((SlabKind.FREE, missing))
-    return [SlabRun(kind.name.lower(), count) for kind, count in found]
 
 
 def _rows(view: EngineView) -> Iterable[AdapterRow]:

@@ -5,10 +5,10 @@ import { find, setText } from "./dom.js";
 const GAP = 1;
 const SIZES = [18, 14, 12, 10, 9, 8, 7, 6, 5];
 const MAX_HEIGHT = 120;
-const KINDS = ["kv", "state", "null"]; // from the bottom of a cell; what is left is free
+const KINDS = ["free", "kv", "state", "null"]; // by number; in a cell, from the bottom to what is left: free
 
 const canvas = find("arena");
-let shown = null; // the runs that are drawn: [kind, count]
+let shown = null; // the kind of each slab, by number
 
 /** The largest cells of which enough fit, and how many slabs each then stands for. */
 function layOut(numSlabs, width) {
@@ -23,30 +23,16 @@ function layOut(numSlabs, width) {
 }
 
 /** How many slabs of each kind every cell has. */
-function fill(runs, perCell) {
-  const cells = [];
-  let cell = null;
-  let room = 0;
-  for (const [kind, count] of runs) {
-    for (let left = count; left > 0; ) {
-      if (!room) {
-        cells.push((cell = { kv: 0, state: 0, null: 0, free: 0 }));
-        room = perCell;
-      }
-      const taken = Math.min(left, room);
-      cell[kind] += taken;
-      left -= taken;
-      room -= taken;
-    }
-  }
+function fill(slabs, perCell) {
+  const cells = Array.from({ length: Math.ceil(slabs.length / perCell) }, () => ({ kv: 0, state: 0, null: 0, free: 0 }));
+  slabs.forEach((kind, index) => cells[Math.floor(index / perCell)][KINDS[kind]]++);
   return cells;
 }
 
 function paint() {
   const width = canvas.clientWidth;
   if (!shown || !width) return;
-  const numSlabs = shown.reduce((sum, [, count]) => sum + count, 0);
-  const { size, columns, perCell } = layOut(numSlabs, width);
+  const { size, columns, perCell } = layOut(shown.length, width);
   const cells = fill(shown, perCell);
   const height = Math.ceil(cells.length / columns) * (size + GAP) - GAP;
   const scale = window.devicePixelRatio || 1;
@@ -66,7 +52,7 @@ function paint() {
     pen.fillStyle = colour("free");
     pen.fillRect(x, y, wide, size);
     let bottom = y + size;
-    for (const kind of KINDS) {
+    for (const kind of KINDS.slice(1)) {
       if (!cell[kind]) continue;
       const part = perCell === 1 ? size : Math.max(2, (size * cell[kind]) / perCell);
       const top = Math.max(y, bottom - part);
@@ -79,9 +65,9 @@ function paint() {
 }
 
 export function show(arena, bytes) {
-  shown = arena.slabs;
-  const totals = { kv: 0, state: 0, free: 0, null: 0 };
-  for (const [kind, count] of shown) totals[kind] += count;
+  shown = new Uint8Array(arena.num_slabs); // what is not told is free
+  shown.set(Uint8Array.from(atob(arena.slabs), (each) => each.charCodeAt(0)));
+  const [totals] = fill(shown, shown.length);
   for (const [kind, total] of Object.entries(totals)) setText(find(`num-${kind}`), String(total));
   const perCell = paint() ?? 1;
   const each = `${perCell === 1 ? "a cell, a slab" : `a cell, ${perCell} slabs`} of ${bytes(arena.slab_bytes)}`;
