@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridserve.core.slabs import IntegrityError, SlabAllocator, UnitPool
+from hybridserve.core.slabs import IntegrityError, SlabAllocator, SlabKind, UnitPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class BlockPool(UnitPool):
     """A block can be shared by several sequences as long as nobody writes to it; it is free when the last
     lets go."""
+
+    kind = SlabKind.KV
 
     def __init__(self, slabs: SlabAllocator, blocks_per_slab: int) -> None:
         super().__init__(slabs, blocks_per_slab)

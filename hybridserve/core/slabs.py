@@ -5,6 +5,17 @@ Knows ids and counts; does not know bytes, requests or what a unit holds.
 
 from __future__ import annotations
 
+import enum
+
+
+class SlabKind(enum.IntEnum):
+    """What a slab is used for."""
+
+    FREE = 0
+    KV = 1
+    STATE = 2
+    NULL = 3
+
 
 class IntegrityError(RuntimeError):
     """The bookkeeping contradicts itself: memory was lost, or has two owners."""
@@ -20,6 +31,7 @@ class SlabAllocator:
         # Slabs from here on were never used; on a CPU the system has not committed their pages yet.
         self._fresh = 1
         self._returned: list[int] = []
+        self._kinds = bytearray([SlabKind.NULL])  # of each slab that was ever used
         self._holders: dict[int, UnitPool] = {}
 
     @property
@@ -39,12 +51,20 @@ class SlabAllocator:
             if slab == self.num_slabs:
                 raise IntegrityError("a slab was asked for and none is free")
             self._fresh += 1
+            self._kinds.append(SlabKind.FREE)
+        self._kinds[slab] = holder.kind
         self._holders[slab] = holder
         return slab
 
     def free(self, slab: int) -> None:
         del self._holders[slab]
         self._returned.append(slab)
+        self._kinds[slab] = SlabKind.FREE
+
+    def kinds(self) -> bytes:
+        """The `SlabKind` of each slab, one byte each; those at the end, which were never used, are left
+        out."""
+        return bytes(self._kinds)
 
     def held_by(self, holder: UnitPool) -> set[int]:
         return {slab for slab, pool in self._holders.items() if pool is holder}
@@ -53,6 +73,9 @@ class SlabAllocator:
         known = sorted([*self._holders, *self._returned])
         if known != list(range(1, self._fresh)):
             raise IntegrityError("a slab is lost, free twice, or free and in use")
+        kinds = [self._holders[slab].kind if slab in self._holders else SlabKind.FREE for slab in known]
+        if list(self._kinds) != [SlabKind.NULL, *kinds]:
+            raise IntegrityError("the map of slabs differs from who holds them")
 
 
 class UnitPool:
@@ -62,6 +85,9 @@ class UnitPool:
     operation costs O(units that it moves), however many slabs there are. `units_per_slab` 0: a kind that the
     model doesn't have.
     """
+
+    kind: SlabKind
+    """Of the slabs that it holds."""
 
     def __init__(self, slabs: SlabAllocator, units_per_slab: int) -> None:
         self.slabs = slabs

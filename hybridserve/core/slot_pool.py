@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridserve.core.slabs import IntegrityError, SlabAllocator, UnitPool
+from hybridserve.core.slabs import IntegrityError, SlabAllocator, SlabKind, UnitPool
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class SlotPool(UnitPool):
     """A slot has exactly one owner. Its generation counts its tenants: a note about a slot's content that
     carries another generation than the slot's is about somebody else's state (D13)."""
+
+    kind = SlabKind.STATE
 
     def __init__(self, slabs: SlabAllocator, slots_per_slab: int) -> None:
         super().__init__(slabs, slots_per_slab)

@@ -6,6 +6,7 @@ weights). Knows no text and no tensors but their dtype.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections import deque
@@ -16,7 +17,7 @@ import torch
 
 from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine.interrupts import Interrupts
-from hybridserve.engine.messages import AdapterInfo, AdapterState
+from hybridserve.engine.messages import AdapterInfo, AdapterState, AdapterView
 from hybridserve.lora.loader import no_pause
 from hybridserve.lora.paths import shown
 from hybridserve.lora.store import AdapterStore
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hybridserve.engine.planner import EnginePlan
     from hybridserve.lora.loader import Outcome
     from hybridserve.lora.store import Version
+
+_STATES = tuple(AdapterState)
 
 WAIT_SECONDS = 0.1
 """For the loader, at most, where no request can run before it brings something."""
@@ -289,6 +292,16 @@ class EngineAdapters:
         return AdapterState.HOST if version.identity in self.store.host else AdapterState.DISK
 
     # ---- numbers
+
+    def views(self, limit: int) -> list[AdapterView]:
+        """Of those that may be named, `limit` at most, those on the device first."""
+        if self.store is None:
+            return []
+        views = [
+            AdapterView(name=name, state=self._state(version), rank=version.rank)
+            for name, version in self.store.names.items()
+        ]
+        return heapq.nsmallest(limit, views, key=lambda view: (_STATES.index(view.state), view.name))
 
     def gauges(self) -> dict[str, Any]:
         """For `EngineCore.gauges`: one number each, and under "adapters" a mapping for each of the names that

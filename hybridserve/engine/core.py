@@ -21,7 +21,7 @@ from hybridserve.engine.stats import EngineStats
 from hybridserve.models.config import eos_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -209,6 +209,10 @@ class EngineCore:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
         was used to its counters."""
         return {**self.stats.gauges(self.scheduler), **self.adapters.gauges()}
+
+    def unfinished(self) -> Iterator[tuple[Request, float]]:
+        """Every sequence that has not finished, and when it arrived (monotonic seconds); the oldest first."""
+        return ((live.request, live.arrival) for live in self._live.values())
 
     def wait_for_load(self, future: Future[T]) -> T:
         """The result of `adapters.load`, for a caller that has nothing else to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -81,3 +82,35 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_refs: int
     is_pinned: bool
     report: LoadReport
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence as a watcher sees it: numbers, and nothing of its text. `seconds`: since it arrived."""
+
+    adapter: str | None
+    is_running: bool
+    num_prompt: int
+    num_computed: int
+    num_generated: int
+    max_tokens: int
+    num_preemptions: int
+    seconds: float
+
+
+class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: AdapterState
+    rank: int
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine at one moment, for somebody who looks at it about once a second.
+
+    `slabs` has one byte a slab, a `SlabKind`; the slabs that are missing at its end are free. `requests` are
+    the oldest that have not finished, `adapters` those on the device first; each has an end.
+    """
+
+    gauges: dict[str, Any]
+    slabs: bytes
+    requests: list[RequestView]
+    adapters: list[AdapterView]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from hybridserve.core.limits import check_length, check_vocabulary
-from hybridserve.engine.messages import AdapterInfo
+from hybridserve.engine.messages import AdapterInfo, EngineView
 from hybridserve.frontend import protocol
 from hybridserve.frontend.client import EngineClient
 from hybridserve.frontend.errors import EngineDead, EngineState, EngineUnavailable
@@ -321,6 +321,10 @@ class AsyncLLM:
     async def stats(self) -> dict[str, Any]:
         """As `LLM.stats`; between two steps, so it waits for the one that is running."""
         return await self._call(dict[str, Any], protocol.GetStats)
+
+    async def view(self) -> EngineView:
+        """The engine as it stands between two steps: what `stats` has, and the arena slab by slab."""
+        return await self._call(EngineView, protocol.GetView)
 
     async def _call(self, kind: type[T], message: Callable[..., protocol.Call], **fields: str) -> T:
         return await self._started().call(lambda call_id: message(call_id=call_id, **fields), kind)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hybridserve.engine.view import view_of
 from hybridserve.frontend import protocol
 from hybridserve.frontend.protocol import Channel, PeerGone, ProtocolError, ToEngine, decode, encode
 
@@ -306,6 +307,8 @@ class EngineLoop:
                     value = adapters.infos()
                 case protocol.GetStats():
                     value = self._core.gauges()
+                case protocol.GetView():
+                    value = view_of(self._core)
         except Exception as error:
             self._answer_failure(call, error)
         else:

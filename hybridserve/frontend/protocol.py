@@ -88,11 +88,15 @@ class GetStats(_Message):
     call_id: int
 
 
+class GetView(_Message):
+    call_id: int
+
+
 class Close(_Message):
     """The last message."""
 
 
-Call = LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ListAdapters | GetStats
+Call = LoadAdapter | UnloadAdapter | PinAdapter | UnpinAdapter | ListAdapters | GetStats | GetView
 """Each is answered by a `Result` or a `CallFailed`, not always in order."""
 
 ToEngine = Start | Add | Abort | Call | Close

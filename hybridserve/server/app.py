@@ -15,6 +15,8 @@ from hybridserve.server import protocol, routes, wire
 from hybridserve.server.errors import ErrorBody, of_status
 from hybridserve.server.exchange import endpoint_route
 from hybridserve.server.gate import Gate
+from hybridserve.server.playground.files import FILES, sender
+from hybridserve.server.playground.state import PlaygroundState, playground_state
 from hybridserve.server.security import ROUTES, Access, Policy
 from hybridserve.version import __version__
 
@@ -76,6 +78,7 @@ _ROUTES = (
     _Route("/health/live", routes.health_live, answer=wire.Health),
     _Route("/version", routes.version, answer=wire.Version),
     _Route("/metrics", routes.metrics),
+    _Route("/playground/state", playground_state, answer=PlaygroundState),
 )
 
 
@@ -100,6 +103,9 @@ def create_app(service: Service) -> Gate:
             responses=_responses(route),
             openapi_extra=_extra(route),
         )
+    for path, name in FILES.items():
+        route_of_file = endpoint_route(service, sender(name))
+        app.add_api_route(path, route_of_file, response_class=Response, include_in_schema=False)
     app.add_exception_handler(HTTPException, _refused)
     _describe(app)
     served = {getattr(route, "path", "") for route in app.routes}

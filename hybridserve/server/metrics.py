@@ -88,6 +88,9 @@ class _Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def total(self) -> tuple[int, float]:
+        return sum(self._counts), self._sum
+
     def family(self, name: str, about: str) -> HistogramMetricFamily:
         labels = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         buckets = list(zip(labels, accumulate(self._counts), strict=True))
@@ -145,6 +148,10 @@ class ServerMetrics:
             self._observe("request_decode_time_seconds", times.finished - times.first_token)
             if times.first_scheduled is not None:
                 self._observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
+
+    def total(self, name: str) -> tuple[int, float]:
+        """How often something was measured, and the sum."""
+        return self._histograms[name].total()
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

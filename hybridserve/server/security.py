@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from hybridserve.server.errors import ApiError
+from hybridserve.server.playground.files import FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -48,6 +49,8 @@ ROUTES: Mapping[str, Access] = {
     "/v1/chat/completions": Access.USER,
     "/v1/load_lora_adapter": Access.ADMIN,
     "/v1/unload_lora_adapter": Access.ADMIN,
+    "/playground/state": Access.USER,
+    **dict.fromkeys(FILES, Access.PUBLIC),
 }
 """Every path that is served."""
 

@@ -8,21 +8,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hybridserve.frontend.errors import EngineState, EngineUnavailable
 from hybridserve.server.errors import ApiError, bad_request, unavailable
 from hybridserve.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping
 
     from hybridserve.config.schema import EngineConfig
+    from hybridserve.engine.messages import EngineView
     from hybridserve.frontend.async_engine import AsyncLLM
 
 RETRY_AFTER = "1"
 """Seconds: a queue that is full has room again as soon as one request has ended."""
 STATS_SECONDS = 1.0
+VIEW_SECONDS = 0.4
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """What the engine answered last. Whoever comes while it is being asked waits with the others; one who
+    comes within `keep_seconds` of an answer gets that."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]], keep_seconds: float = 0.0) -> None:
+        self._ask = ask
+        self._keep_seconds = keep_seconds
+        self._asking: asyncio.Future[T] | None = None
+        self._answer: T | None = None
+        self._until = 0.0
+
+    async def get(self) -> T | None:
+        """The answer; where it takes long, the one before it, if there is one."""
+        if time.monotonic() < self._until:
+            return self._answer
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                self._answer = await asyncio.shield(self._asking)
+            self._until = time.monotonic() + self._keep_seconds
+        except (TimeoutError, EngineUnavailable):
+            pass
+        return self._answer
 
 
 class Service:
@@ -41,8 +71,8 @@ class Service:
         self.num_sequences = 0
         self.max_prompt_chars: int | None = None
         """A text with more characters fits nowhere, whatever it says; None where that isn't known."""
-        self._asking: asyncio.Future[dict[str, Any]] | None = None
-        self._stats: Mapping[str, Any] | None = None
+        self._stats: Latest[dict[str, Any]] = Latest(engine.stats)
+        self._view: Latest[tuple[float, EngineView]] = Latest(self._look, VIEW_SECONDS)
 
     async def prepare(self) -> None:
         """Once the engine is ready."""
@@ -121,16 +151,20 @@ class Service:
     async def stats(self) -> Mapping[str, Any] | None:
         """The engine's numbers: of now, or, where a step takes long, the last ones that are known. None while
         there is no engine."""
-        if self.engine.state not in (EngineState.READY, EngineState.DRAINING):
-            return None
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.ensure_future(self.engine.stats())
-        try:
-            async with asyncio.timeout(STATS_SECONDS):
-                self._stats = await asyncio.shield(self._asking)
-        except (TimeoutError, EngineUnavailable):
-            pass
-        return self._stats
+        return await self._stats.get() if self._can_answer else None
+
+    async def view(self) -> tuple[float, EngineView] | None:
+        """What a watcher sees of the engine, and when that was (monotonic seconds); as `stats`. However many
+        watch, the engine is asked a few times a second at most."""
+        return await self._view.get() if self._can_answer else None
+
+    @property
+    def _can_answer(self) -> bool:
+        return self.engine.state in (EngineState.READY, EngineState.DRAINING)
+
+    async def _look(self) -> tuple[float, EngineView]:
+        view = await self.engine.view()
+        return time.monotonic(), view
 
     async def metrics_page(self) -> bytes:
         stats, engine = await self.stats(), self.engine

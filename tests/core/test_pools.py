@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridserve.core.block_pool import BlockPool
-from hybridserve.core.slabs import IntegrityError, SlabAllocator
+from hybridserve.core.slabs import IntegrityError, SlabAllocator, SlabKind
 from hybridserve.core.slot_pool import SlotPool
 
 
@@ -186,6 +186,26 @@ def test_check_integrity_sees_corruption(corruption: str) -> None:
     check = slots.check_integrity if corruption == "owner" else blocks.check_integrity
     with pytest.raises(IntegrityError):
         check(owners if corruption == "owner" else references)
+
+
+def test_the_map_of_slabs_says_who_holds_each() -> None:
+    slabs = SlabAllocator(10**9)  # those never used are not listed
+    blocks, slots = BlockPool(slabs, 2), SlotPool(slabs, 2)
+    assert slabs.kinds() == bytes([SlabKind.NULL])
+    held = blocks.allocate(3)
+    slot = slots.allocate("a")
+    assert held is not None
+    assert slot is not None
+    assert slabs.kinds() == bytes([SlabKind.NULL, SlabKind.KV, SlabKind.KV, SlabKind.STATE])
+    blocks.free(held)
+    assert slabs.kinds() == bytes([SlabKind.NULL, SlabKind.FREE, SlabKind.FREE, SlabKind.STATE])
+    assert slots.allocate("b") is not None
+    assert slots.allocate("c") is not None  # a slab changes its use
+    assert sorted(slabs.kinds()[1:]) == sorted([SlabKind.FREE, SlabKind.STATE, SlabKind.STATE])
+    slabs.check_integrity()
+    slabs._kinds[1] ^= 1
+    with pytest.raises(IntegrityError, match="map"):
+        slabs.check_integrity()
 
 
 def test_allocation_visits_no_slab_that_it_does_not_use() -> None:

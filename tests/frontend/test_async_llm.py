@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridserve import LLM, AsyncLLM, SamplingParams
+from hybridserve.core.slabs import SlabKind
 from hybridserve.frontend.errors import EngineState, EngineUnavailable
 from hybridserve.models.hub import resolve_model
 
@@ -277,6 +278,28 @@ def test_b024_each_continuation_ends_once(call: Any) -> None:
         for completion in output.outputs:
             assert completion.text == "".join(d.text for d in deltas if d.index == completion.index)
             assert len(completion.token_ids) == len(completion.logprobs or ())
+
+    call(work)
+
+
+def test_a_watcher_sees_requests_and_slabs(call: Any) -> None:
+    async def work(engine: AsyncLLM) -> None:
+        async with contextlib.aclosing(engine.generate(PROMPT, LONG)) as outputs:
+            await anext(outputs)
+            view = await engine.view()
+            (request,) = view.requests
+            assert (request.is_running, request.adapter, request.max_tokens) == (True, None, LONG.max_tokens)
+            assert request.num_generated >= 1
+            assert 0 < request.seconds < 100
+            assert view.gauges["num_running"] == 1
+            assert view.slabs[0] == SlabKind.NULL
+            assert view.slabs.count(SlabKind.KV) == view.gauges["cache_num_block_slabs"] == 1
+            assert view.slabs.count(SlabKind.STATE) == view.gauges["cache_num_slot_slabs"] == 1
+            assert {adapter.name for adapter in view.adapters} >= {"shakespeare"}
+        assert await idle(engine, 1.0)
+        view = await engine.view()
+        assert view.requests == []
+        assert set(view.slabs[1:]) == {SlabKind.FREE}
 
     call(work)
 

@@ -67,6 +67,7 @@ MESSAGES = [
     (protocol.UnpinAdapter(1, "a"), ToEngine),
     (protocol.ListAdapters(1), ToEngine),
     (protocol.GetStats(1), ToEngine),
+    (protocol.GetView(1), ToEngine),
     (protocol.Close(), ToEngine),
     (protocol.Phase("load", 1.5), FromEngine),
     (protocol.Ready({"a": [1, {"b": None}]}, "table", 2048, 4096), FromEngine),

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from hybridserve.core.request import FinishReason
+from hybridserve.core.slabs import SlabKind
 from hybridserve.engine.messages import (
     AdapterInfo,
     AdapterState,
+    AdapterView,
     EngineRequest,
+    EngineView,
     RequestMetrics,
+    RequestView,
     SequenceOutput,
     TokenLogprobs,
 )
@@ -223,6 +227,8 @@ class FakeProcess:
                 case protocol.GetStats():
                     running = {request.request_id for request, _ in self._live.values()}
                     value = {**self.stats, "num_running": len(running), "adapters": {}}
+                case protocol.GetView():
+                    value = self._view()
                 case protocol.ListAdapters():
                     value = [_info(name, path) for name, path in sorted(self.adapters.items())]
                 case _ if call.name not in self.adapters:
@@ -234,6 +240,29 @@ class FakeProcess:
             self._say(protocol.CallFailed(call.call_id, str(error), True))
         else:
             self._say(protocol.Result(call.call_id, msgspec.Raw(protocol.encode(value))))
+
+    def _view(self) -> EngineView:
+        """With a slab of KV and one of state for each sequence."""
+        now, live = time.monotonic(), list(self._live.items())
+        requests = [
+            RequestView(
+                adapter=request.adapter,
+                is_running=True,
+                num_prompt=len(request.prompt_ids),
+                num_computed=len(request.prompt_ids),
+                num_generated=request.params.max_tokens - len(rest),
+                max_tokens=request.params.max_tokens,
+                num_preemptions=0,
+                seconds=now - self._started[name],
+            )
+            for (name, _), (request, rest) in live
+        ]
+        return EngineView(
+            gauges={**self.stats, "num_running": len(live), "adapters": {}},
+            slabs=bytes([SlabKind.NULL, *[SlabKind.KV, SlabKind.STATE] * len(live)]),
+            requests=requests,
+            adapters=[AdapterView(name=name, state=AdapterState.DEVICE, rank=8) for name in self.adapters],
+        )
 
 
 def _drawn(request: EngineRequest, token_ids: list[int]) -> list[TokenLogprobs] | None:

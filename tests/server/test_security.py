@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 USER, OTHER, ADMIN = "sk-user-1", "sk-user-2", "sk-admin"
 KEYS = {"api_keys": [USER, OTHER], "admin_keys": [ADMIN]}
 PROMPT = {"prompt": "hello", "max_tokens": 1}
+UNKNOWN = ("/nowhere", "/v1/", "/docs", "/redoc", "/playground", "/playground/", "/playground/static/main.js")
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 
@@ -37,10 +38,11 @@ def method_of(path: str) -> str:
 def test_s023_every_route_is_in_exactly_one_class():
     async def scenario(client: Client) -> None:
         served = {route.path for route in client.app._app.routes if isinstance(route, APIRoute)}
+        page = {path for path in served if path == "/" or path.startswith("/playground/")}
         assert served == ROUTES.keys() - {"/openapi.json"}
         assert all(isinstance(access, Access) for access in ROUTES.values())
         public = {path for path, access in ROUTES.items() if access is Access.PUBLIC}
-        assert public == {"/health", "/health/live", "/health/ready"}
+        assert public == {"/health", "/health/live", "/health/ready"} | page - {"/playground/state"}
         admin = {path for path, access in ROUTES.items() if access is Access.ADMIN}
         assert admin == {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
@@ -57,9 +59,9 @@ def test_s023_a_route_that_nobody_classified_is_not_served(monkeypatch):
 
 
 @pytest.mark.parametrize("key", [None, "", "wrong", USER[:-1], USER + "x", USER.upper(), "é"])
-def test_s023_without_a_key_only_health_answers(key):
+def test_s023_without_a_key_only_health_and_the_page_answer(key):
     async def scenario(client: Client) -> None:
-        for path, method in itertools.product([*ROUTES, "/", "/nowhere", "/v1/", "/docs", "/redoc"], METHODS):
+        for path, method in itertools.product([*ROUTES, *UNKNOWN], METHODS):
             answer = await client.call(method, path, None, [] if key is None else bearer(key))
             if ROUTES.get(path) is Access.PUBLIC:
                 assert answer.status in (200, 405)
