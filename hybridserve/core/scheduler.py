@@ -363,9 +363,12 @@ class Scheduler:
 
     # ---- results
 
-    def update(self, step_id: int, sampled: Mapping[str, int]) -> list[TokenEvent]:
+    def update(
+        self, step_id: int, sampled: Mapping[str, int], complete: Collection[str] = ()
+    ) -> list[TokenEvent]:
         """Take in what the oldest step in flight drew: a token id for each request in `samples` of its
-        sequences. Tokens of requests that have ended meanwhile are dropped.
+        sequences. Tokens of requests that have ended meanwhile are dropped. `complete`: requests that may
+        draw nothing after it.
         """
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise ValueError(f"step_id: {step_id} is not the oldest step in flight")
@@ -380,7 +383,7 @@ class Scheduler:
             request.output_ids.append(token)
             request.num_pending -= 1
             self._waiting.shares[request.adapter].num_generated_tokens += 1
-            finish_reason = self._limits.finish_reason(request, token)
+            finish_reason = self._limits.finish_reason(request, token, is_complete=request.id in complete)
             events.append(TokenEvent(request.id, token, finish_reason))
             if finish_reason is not None:
                 self._finish(request, finish_reason)

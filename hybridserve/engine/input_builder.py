@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hybridserve.core.request import Request
+    from hybridserve.core.request import Request, SamplingParams
     from hybridserve.core.step import ScheduledStep
+    from hybridserve.engine.token_masks import AllowedInput, TokenMasks
 
 BANNED = float(np.finfo(np.float32).min)
 """Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
@@ -41,6 +42,7 @@ class SamplingInput:
         None  # rows into R, tokens, float32 values to add
     )
     penalties: PenaltyInput | None = None
+    allowed: AllowedInput | None = None
 
 
 @dataclass(slots=True)
@@ -117,13 +119,21 @@ class InputBuilder:
     """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw
     from.
 
-    With `buckets`, a step is padded to the next larger bucket of tokens by sequences of one token that live
-    in the null block and the null slot (D8); captured graphs need that.
+    `masks` knows what requests may draw that may not draw everything. With `buckets`, a step is padded to the
+    next larger bucket of tokens by sequences of one token that live in the null block and the null slot (D8);
+    captured graphs need that.
     """
 
     def __init__(
-        self, *, block_size: int, seed: int, eos_token_ids: Sequence[int] = (), buckets: Sequence[int] = ()
+        self,
+        *,
+        block_size: int,
+        seed: int,
+        eos_token_ids: Sequence[int] = (),
+        buckets: Sequence[int] = (),
+        masks: TokenMasks | None = None,
     ) -> None:
+        self.masks = masks
         self._block_size = block_size
         self._seed = seed
         self._eos_token_ids = tuple(eos_token_ids)
@@ -253,6 +263,10 @@ class InputBuilder:
         if any(p.logprobs is not None for p in params):
             sampling.num_logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params])
         sampling.bias = self._bias(drawn, num_drawn)
+        if self.masks is not None:
+            sampling.allowed = self.masks.build(
+                drawn, lambda row: self._too_early(drawn[row].params, num_drawn[row])
+            )
         if any(p.has_penalties for p in params):
             sampling.penalties = _penalties(drawn)
         return sampling, [request.id for request in drawn]
@@ -286,16 +300,19 @@ class InputBuilder:
                 rows += [row] * len(params.logit_bias)
                 tokens += params.logit_bias.keys()
                 values += (max(value, BANNED) for value in params.logit_bias.values())
-            if drawn < params.min_tokens:
-                banned = set(params.stop_token_ids)
-                if not params.ignore_eos:
-                    banned.update(self._eos_token_ids)
+            if not params.is_restricted and (banned := self._too_early(params, drawn)):
                 rows += [row] * len(banned)
                 tokens += banned
                 values += [BANNED] * len(banned)
         if not rows:
             return None
         return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)
+
+    def _too_early(self, params: SamplingParams, num_drawn: int) -> set[int]:
+        """Tokens that would end a sequence and may not yet."""
+        if num_drawn >= params.min_tokens:
+            return set()
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
 
     def _prompt_logprobs(
         self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray

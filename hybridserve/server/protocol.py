@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from hybridserve.core.request import SamplingParams
-from hybridserve.server.errors import bad_request, from_value_error
+from hybridserve.core.structured_outputs import StructuredOutputs
+from hybridserve.server.errors import ApiError, bad_request, from_value_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_IDS = 1024
 """Of stop_token_ids and of logit_bias: each is looked at for every token."""
+MAX_ALLOWED_IDS = 2**18
 MAX_COUNT = 2**31 - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -80,6 +82,8 @@ _PART_SCHEMA: dict[str, Any] = {
 _CONTENT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]
 }
+SchemaValue = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "string"]})]
+"""A JSON schema: `StructuredOutputs` checks it."""
 Strings = Annotated[list[str], BeforeValidator(_strings), WithJsonSchema(_STOP_SCHEMA)]
 Content = Annotated[str | None, BeforeValidator(_text_of_parts), WithJsonSchema(_CONTENT_SCHEMA)]
 
@@ -94,6 +98,56 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+class JsonSchema(_Body):
+    """Names and descriptions are for people. The schema is enforced, strict or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: SchemaValue = Field(alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> JsonSchema:
+        if not isinstance(self.schema_, dict | bool):
+            raise ValueError("schema should be an object, true or false")
+        return self
+
+
+class ResponseFormat(_Body):
+    """json_object: any JSON object. json_schema: a JSON text that the schema accepts."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("json_schema is for type json_schema, and needed there")
+        return self
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        if self.json_schema is not None:
+            return StructuredOutputs(json=self.json_schema.schema_)
+        return None if self.type == "text" else StructuredOutputs(json={"type": "object"})
+
+
+class Structured(_Body):
+    """What the text must look like: one of these. docs/structured-outputs.md has the details."""
+
+    json_: SchemaValue | None = Field(
+        default=None, alias="json", description="a JSON schema, perhaps as text"
+    )
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(default=None, description="in Lark's syntax or GBNF")
+
+    @property
+    def structured(self) -> StructuredOutputs:
+        choice = None if self.choice is None else tuple(self.choice)
+        return StructuredOutputs(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
 
 
 class _Sampling(_Body):
@@ -114,7 +168,11 @@ class _Sampling(_Body):
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=dict)
     stop: Strings = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_IDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
@@ -136,6 +194,20 @@ class _Sampling(_Body):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def _structured(self) -> StructuredOutputs | None:
+        wanted = self.structured_outputs or self.response_format
+        try:
+            return None if wanted is None else wanted.structured
+        except ValueError as error:
+            raise self.structured_error(error) from None
+
+    def structured_error(self, error: ValueError) -> ApiError:
+        """Of a ValueError about `SamplingParams.structured_outputs`, by the name that the client gave to
+        it."""
+        if self.structured_outputs is not None:
+            return from_value_error(error)
+        return bad_request("response_format", str(error).partition(": ")[2])
+
     def _check(self, limits: LimitsConfig) -> None:
         """What the configuration limits."""
         if self.stream_options is not None and not self.stream:
@@ -148,6 +220,12 @@ class _Sampling(_Body):
             raise bad_request(
                 "stop", f"a string should have at most {limits.stop_bytes} bytes (server.limits.stop_bytes)"
             )
+        if None not in (self.structured_outputs, self.response_format):
+            raise bad_request("response_format", "can't be used beside structured_outputs")
+        spec = self._structured()
+        if spec is not None and spec.num_bytes > limits.schema_bytes:
+            message = f"should have at most {limits.schema_bytes} bytes (server.limits.schema_bytes)"
+            raise self.structured_error(ValueError(f"structured_outputs.{spec.kind}: {message}"))
         check_logprobs("prompt_logprobs", self.prompt_logprobs, limits)
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request(
@@ -173,7 +251,10 @@ class _Sampling(_Body):
                 logit_bias=biases,
                 stop=tuple(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids),
+                include_stop_str_in_output=self.include_stop_str_in_output,
                 ignore_eos=self.ignore_eos,
+                structured_outputs=self._structured(),
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 **values,
             )
         except ValueError as error:
