@@ -134,4 +134,4 @@ def explain(problem: str) -> str:
 def _one_line(problem: str) -> str:
     """The first line, printable, not long."""
     first = problem.strip().partition("\n")[0]
-    return ascii(first[:MESSAGE_LENGTH])[1:-1]
+    return ascii(first[:MESSAGE_LENGTH])[1:-1][:MESSAGE_LENGTH]

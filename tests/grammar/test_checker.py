@@ -60,11 +60,13 @@ HOSTILE: dict[str, StructuredOutputs] = {
 @pytest.mark.parametrize("name", list(HOSTILE))
 def test_s011_hostile_descriptions_are_quick_or_refused(shared: GrammarChecker, name: str) -> None:
     begin = time.monotonic()
+    message = ""
     try:
         shared.check(HOSTILE[name])
     except ValueError as error:
-        assert str(error).startswith("structured_outputs.")
-        assert len(str(error)) < 400
+        message = str(error)
+    assert not message or message.startswith("structured_outputs.")
+    assert len(message) < 400
     assert time.monotonic() - begin < 30  # of a busy machine; alone, well under a second
 
 
@@ -177,6 +179,6 @@ def test_without_llguidance_the_extra_is_named(
 def test_a_tokenizer_that_cant_be_used_is_an_answer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     checker = GrammarChecker(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="^structured_outputs: the tokenizer can't be used"):
+    with pytest.raises(ValueError, match=r"^structured_outputs: the tokenizer can't be used"):
         checker.check(StructuredOutputs(regex="a"))
     checker.close()

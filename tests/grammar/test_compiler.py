@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -17,6 +16,7 @@ from tests.harness.structured import VOCAB_SIZE, random_schema, save_byte_tokeni
 
 if TYPE_CHECKING:
     import random
+    from pathlib import Path
 
     from llguidance import LLTokenizer
 

@@ -339,7 +339,7 @@ def test_nothing_is_left_of_requests_that_have_ended(model: Path, monkeypatch: p
     engine.core.abort("r5")
     engine.run()
     masks = engine.core._masks
-    assert not (masks._grammars or masks._followers or masks._lists)
+    assert (masks._grammars, masks._followers, masks._lists) == ({}, {}, {})
     assert len(engine.core._grammars._kept) == 3
 
 
