@@ -138,13 +138,19 @@ class Scheduler:
             raise ValueError(f"request_id: {request.id!r} is in use")
         self._turns.check(request.adapter_id)
 
-    def add(self, request: Request) -> None:
-        """Queue a request that `check` accepts; ValueError for any other."""
+    def arrive(self, request: Request) -> None:
+        """Give a request that `check` accepts, ValueError for any other, its place among all that come. It is
+        not queued yet."""
         self.check(request)
         request.max_computed = self._limits.max_computed(request)
         request.arrival_seq = self._num_arrivals
         self._num_arrivals += 1
         request.order = (request.arrival_seq + request.priority * AGING, request.arrival_seq, 0)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which arrives now unless it did before."""
+        if not request.max_computed:
+            self.arrive(request)
         self._requests[request.id] = request
         self._waiting.open(request)
         self._waiting.add(request)

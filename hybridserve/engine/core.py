@@ -165,6 +165,7 @@ class EngineCore:
                 if request.params.structured_outputs is None:
                     self.scheduler.add(sequence)
                 else:
+                    self.scheduler.arrive(sequence)
                     self._grammars.start(sequence, request.params.structured_outputs)
             except BaseException:
                 self.adapters.release(sequence)

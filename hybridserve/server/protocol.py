@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from hybridserve.core.request import SamplingParams
-from hybridserve.core.structured_outputs import StructuredOutputs
 from hybridserve.server.errors import ApiError, bad_request, from_value_error
+from hybridserve.server.structured import ResponseFormat, Structured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hybridserve.config.schema import LimitsConfig
+    from hybridserve.core.structured_outputs import StructuredOutputs
 
 MAX_TOKEN_IDS = 1024
 """Of stop_token_ids and of logit_bias: each is looked at for every token."""
@@ -82,8 +83,6 @@ _PART_SCHEMA: dict[str, Any] = {
 _CONTENT_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]
 }
-SchemaValue = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "string"]})]
-"""A JSON schema: `StructuredOutputs` checks it."""
 Strings = Annotated[list[str], BeforeValidator(_strings), WithJsonSchema(_STOP_SCHEMA)]
 Content = Annotated[str | None, BeforeValidator(_text_of_parts), WithJsonSchema(_CONTENT_SCHEMA)]
 
@@ -98,56 +97,6 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class JsonSchema(_Body):
-    """Names and descriptions are for people. The schema is enforced, strict or not."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: SchemaValue = Field(alias="schema")
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> JsonSchema:
-        if not isinstance(self.schema_, dict | bool):
-            raise ValueError("schema should be an object, true or false")
-        return self
-
-
-class ResponseFormat(_Body):
-    """json_object: any JSON object. json_schema: a JSON text that the schema accepts."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise ValueError("json_schema is for type json_schema, and needed there")
-        return self
-
-    @property
-    def structured(self) -> StructuredOutputs | None:
-        if self.json_schema is not None:
-            return StructuredOutputs(json=self.json_schema.schema_)
-        return None if self.type == "text" else StructuredOutputs(json={"type": "object"})
-
-
-class Structured(_Body):
-    """What the text must look like: one of these. docs/structured-outputs.md has the details."""
-
-    json_: SchemaValue | None = Field(
-        default=None, alias="json", description="a JSON schema, perhaps as text"
-    )
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = Field(default=None, description="in Lark's syntax or GBNF")
-
-    @property
-    def structured(self) -> StructuredOutputs:
-        choice = None if self.choice is None else tuple(self.choice)
-        return StructuredOutputs(json=self.json_, regex=self.regex, choice=choice, grammar=self.grammar)
 
 
 class _Sampling(_Body):

@@ -3,10 +3,12 @@ whatever the company, chunks, preemptions, steps planned ahead and failures."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -15,8 +17,9 @@ import pytest
 from hybridserve.core.request import SamplingParams
 from hybridserve.core.structured_outputs import StructuredOutputs
 from hybridserve.engine import grammars as grammars_module
+from hybridserve.engine import sampler, token_masks
 from hybridserve.engine.messages import EngineRequest
-from hybridserve.engine.token_masks import REFUSED
+from hybridserve.engine.token_masks import REFUSED, AllowedInput, TokenMasks
 from hybridserve.text import Tokenizer
 from tests.harness.engine import Guarded, make_prompts
 from tests.harness.models import save_model
@@ -303,6 +306,25 @@ def test_a_request_whose_grammar_is_being_compiled_holds_up_nobody(
     assert [results["r", index].token_ids for index in range(3)] == [ids for ids, _ in alone[:3]]
 
 
+def test_waiting_for_a_grammar_changes_nobodys_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a seed, what is drawn depends on the order of arrival."""
+
+    def drawn() -> list[list[int]]:
+        engine = start(model)
+        for name, spec in (("a", REGEX), ("b", None), ("c", REGEX)):
+            engine.add(name, PROMPT, SamplingParams(structured_outputs=spec, max_tokens=9, ignore_eos=True))
+        if may_go_on is not None:
+            while engine.results["b", 0].finish_reason is None:
+                engine.step()
+            may_go_on.set()
+        return [result.token_ids for result in engine.run().values()]
+
+    may_go_on = None
+    expected = drawn()
+    may_go_on = hold_compiling(monkeypatch)
+    assert drawn() == expected
+
+
 def test_one_that_waits_for_its_grammar_can_be_aborted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = hold_compiling(monkeypatch)
     engine = start(model)
@@ -349,3 +371,106 @@ def test_without_a_tokenizer_it_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^structured_outputs: "):
         engine.add("r", [5, 6], structured(REGEX))
     assert not engine.core.has_work
+
+
+# ---- each of these tests sees its fault
+
+
+def mask_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sampler, "_keep_allowed", lambda logits, allowed: None)
+
+
+def mask_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    plain = AllowedInput.masks.fget
+    patch.setattr(AllowedInput, "masks", property(lambda self: plain(self)[::-1].copy()))  # type: ignore[misc]
+
+
+def mask_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def compute(jobs: Any, vocab_size: int) -> None:
+        time.sleep(0.02)
+        plain(jobs, vocab_size)
+
+    plain = token_masks._compute
+    patch.setattr(token_masks, "_compute", compute)
+    patch.setattr(AllowedInput, "masks", property(lambda self: self._masks | 64))
+
+
+def matcher_shared_by_continuations(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: TokenMasks, request: Any) -> Any:
+        grammar = self._grammars[request.parent_id or request.id]
+        return self._followers.setdefault(request.id, token_masks._Follower(grammar))
+
+    patch.setattr(TokenMasks, "_follow", follow)
+
+
+def matcher_never_taken_back(patch: pytest.MonkeyPatch) -> None:
+    plain = TokenMasks._follow
+
+    def follow(self: TokenMasks, request: Any) -> Any:
+        return self._followers.get(request.id) or plain(self, request)
+
+    patch.setattr(TokenMasks, "_follow", follow)
+
+
+def planned_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SamplingParams, "needs_last_token", property(lambda self: False))
+
+
+def end_not_put_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(token_masks, "_remove", lambda mask, token_ids: None)
+
+
+def refusal_overlooked(patch: pytest.MonkeyPatch) -> None:
+    plain = TokenMasks.accept
+    patch.setattr(TokenMasks, "accept", lambda *args: (plain(*args)[0], None))
+
+
+def completeness_overlooked(patch: pytest.MonkeyPatch) -> None:
+    plain = TokenMasks.accept
+    patch.setattr(TokenMasks, "accept", lambda *args: (False, plain(*args)[1]))
+
+
+MUTATIONS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "regex, mask ignored": (mask_ignored, test_every_text_matches_its_regex, {"temperature": 1}),
+    "list, mask ignored": (mask_ignored, test_allowed_tokens_are_the_only_ones, {}),
+    "another row's mask": (mask_of_another_row, test_the_same_tokens_in_any_company, {"name": "with others"}),
+    "mask not waited for": (mask_not_waited_for, test_every_text_matches_its_regex, {"temperature": 1}),
+    "matcher shared": (
+        matcher_shared_by_continuations,
+        test_the_same_tokens_in_any_company,
+        {"name": "in chunks"},
+    ),
+    "not taken back": (matcher_never_taken_back, test_a_token_that_never_counted_is_taken_back, {}),
+    "token not known": (
+        planned_before_the_token_is_known,
+        test_the_same_tokens_in_any_company,
+        {"name": "planned ahead"},
+    ),
+    "end not put off": (
+        end_not_put_off,
+        test_an_end_is_put_off_while_something_else_may_follow,
+        {"change": {"ignore_eos": True}},
+    ),
+    "refusal overlooked": (
+        refusal_overlooked,
+        test_b045_a_grammar_that_refuses_the_token_ends_its_own_request_only,
+        {},
+    ),
+    "end overlooked": (
+        completeness_overlooked,
+        test_a_choice_is_exact_and_ends_with_its_last_token,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MUTATIONS))
+def test_a_fault_is_seen(
+    name: str, model: Path, tokenizer: Tokenizer, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject, test, case = MUTATIONS[name]
+    given = {"model": model, "tokenizer": tokenizer, "alone": alone, "monkeypatch": monkeypatch}
+    wanted = {key: value for key, value in given.items() if key in inspect.signature(test).parameters}
+    inject(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        test(**wanted, **case)
