@@ -359,14 +359,26 @@ class EngineCore:
     def _abort(self, request_id: str, reason: str | None) -> None:
         if (waiting := self._grammars.cancel(request_id)) is not None:
             self._end_unqueued(waiting, reason)
+        if (live := self._live.get(request_id)) is not None and not live.request.output_ids:
+            self._end_unborn(live, reason)
         for event in self.scheduler.abort(request_id, stop_reason=reason):
             self._emit(self._live[event.request_id].request)
 
     def _end_unqueued(self, request: Request, reason: str | None) -> None:
-        """Abort a request that the scheduler has not seen."""
+        """Abort a request that the scheduler doesn't know."""
+        self._end_unborn(self._live[request.id], reason)
         request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
         request.stop_reason = reason
         self._emit(request)
+
+    def _end_unborn(self, parent: _Live, reason: str | None) -> None:
+        """A request ends before its continuations are there: each of them has an end, too."""
+        for child in parent.request.children():
+            if child.id not in self._live:
+                self.adapters.acquire(child)
+                parent.family.add(child.id)
+                self._live[child.id] = _Live(child, parent.arrival, family=parent.family)
+                self._end_unqueued(child, reason)
 
     def _emit(
         self,

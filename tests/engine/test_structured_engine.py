@@ -338,6 +338,25 @@ def test_one_that_waits_for_its_grammar_can_be_aborted(model: Path, monkeypatch:
     assert engine.run()["r", 0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("spec", [None, REGEX])
+def test_each_continuation_of_one_that_never_began_has_an_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, spec: StructuredOutputs | None
+) -> None:
+    may_go_on = hold_compiling(monkeypatch)
+    engine = start(model)
+    engine.add("r", PROMPT, SamplingParams(structured_outputs=spec, n=3))
+    engine.core.abort("r")
+    outputs = engine.step()
+    assert sorted((output.index, output.finish_reason) for output in outputs) == [
+        (index, "abort") for index in range(3)
+    ]
+    assert all(output.metrics is not None for output in outputs)
+    may_go_on.set()
+    engine.run()
+    assert engine.core.stats.num_finished_sequences == 3
+    assert engine.core.stats.num_finished_requests == engine.core.stats.num_requests == 1
+
+
 def test_what_nobody_tried_out_before_ends_as_an_abort_that_says_why(model: Path) -> None:
     engine = start(model)
     engine.add("bad", PROMPT, structured(StructuredOutputs(json={"uniqueItems": True})))
