@@ -10,15 +10,17 @@ TYPE_CHECKING = (
 if TYPE_CHECKING:
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.request import SamplingParams
+    from hybridserve.core.structured_outputs import StructuredOutputs
     from hybridserve.frontend.async_engine import AsyncLLM
     from hybridserve.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "AsyncLLM": "hybridserve.frontend.async_engine",
     "LLM": "hybridserve.llm",
     "SamplingParams": "hybridserve.core.request",
+    "StructuredOutputs": "hybridserve.core.structured_outputs",
     "EngineConfig": "hybridserve.config.schema",
 }
 

@@ -198,6 +198,7 @@ class LLM:
         """Give the weights and the arena back; again, nothing happens. Requests are refused afterwards."""
         if not self._closed:
             self._closed = True
+            self._prompts.close()
             self._core.close()
 
     def __enter__(self) -> Self:

@@ -141,6 +141,8 @@ class _Continuation:
 class _Tracked:
     continuations: list[_Continuation]
     min_tokens: int
+    shows_stop: bool
+    """Whether what ends a text is part of it."""
 
 
 class OutputProcessor:
@@ -159,7 +161,9 @@ class OutputProcessor:
             _Continuation(self._detokenizer(request.prompt_ids), StopChecker(params.stop))
             for _ in range(params.n)
         ]
-        self._tracked[request.request_id] = _Tracked(continuations, params.min_tokens)
+        self._tracked[request.request_id] = _Tracked(
+            continuations, params.min_tokens, params.include_stop_str_in_output
+        )
 
     def _detokenizer(self, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
@@ -212,18 +216,20 @@ class OutputProcessor:
             continuation.num_tokens += 1
             # the token that ends a sequence is part of its ids, not of its text
             ends = output.finish_reason is FinishReason.STOP and position == len(output.token_ids) - 1
-            if detokenizer is None or ends:
+            is_text = not ends or output.ends_in_text or tracked.shows_stop
+            if detokenizer is None or not is_text:
                 continue
             may_stop = continuation.num_tokens >= tracked.min_tokens
             shown, matched = stop.push(detokenizer.push(token_id), may_stop=may_stop)
             text += shown
             if matched is not None:
+                text += matched if tracked.shows_stop else ""
                 finish_reason, stop_reason, num_taken = FinishReason.STOP, matched, position + 1
                 break
         else:
             if output.finish_reason is not None and detokenizer is not None:
                 shown, matched = stop.push(detokenizer.flush(), may_stop=True)
-                text += shown + ("" if matched is not None else stop.flush())
+                text += shown + (stop.flush() if matched is None else matched if tracked.shows_stop else "")
         continuation.has_ended = finish_reason is not None
         return Delta(
             output.request_id,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +24,8 @@ from hybridserve.text import Tokenizer, TokenizerMissing
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from hybridserve.grammar.checker import GrammarChecker
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -49,6 +53,8 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer | None, tokenizer_error: str = "") -> None:
         self.tokenizer = tokenizer
         self.tokenizer_error = tokenizer_error
+        self._checker: GrammarChecker | None = None
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, config: EngineConfig, model_path: Path) -> PromptReader:
@@ -71,6 +77,28 @@ class PromptReader:
         """The token ids of a conversation."""
         tokenizer = self.text("messages")
         return tokenizer.chat_ids(messages, add_generation_prompt=add_generation_prompt)
+
+    def checked(self, params: SamplingParams) -> SamplingParams:
+        """The parameters to use, with structured outputs that can be enforced: it may take seconds to find
+        that out, once. ValueError, naming the field, if they can't."""
+        spec = params.structured_outputs
+        if spec is None:
+            return params
+        if self.tokenizer is None:
+            reason = f"needs a tokenizer, and there is none ({self.tokenizer_error})"
+            raise ValueError(f"structured_outputs: {reason}")
+        with self._lock:
+            if self._checker is None:
+                from hybridserve.grammar.checker import GrammarChecker  # few need it
+
+                self._checker = GrammarChecker(self.tokenizer.file)
+        checked = self._checker.check(spec)
+        return params if checked is spec else replace(params, structured_outputs=checked)
+
+    def close(self) -> None:
+        """End what runs beside it."""
+        if self._checker is not None:
+            self._checker.close()
 
     def request(
         self,
@@ -100,7 +128,7 @@ class PromptReader:
         request = EngineRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
-            params=params,
+            params=self.checked(params),
             adapter=adapter,
             priority=priority,
             arrival=time.monotonic(),

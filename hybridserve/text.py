@@ -34,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
-        path = self._directory / "tokenizer.json"
+        path = self.file = self._directory / "tokenizer.json"
         if not path.is_file():
             raise TokenizerMissing(f"no tokenizer.json in {directory}")
         self._backend = _load_backend(path)

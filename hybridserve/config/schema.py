@@ -270,6 +270,9 @@ class LimitsConfig(_Section):
     )
     stop: Annotated[int, Field(ge=1, le=4096)] = Field(default=16, description="stop strings, at most")
     stop_bytes: Size = Field(default=256, description="a stop string's length in UTF-8, at most")
+    schema_bytes: Annotated[Size, Field(le=2**20)] = Field(
+        default=64 * 2**10, description="a JSON schema, regular expression, choice or grammar, at most"
+    )
 
 
 class ServerConfig(_Section):

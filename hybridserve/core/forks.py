@@ -45,7 +45,7 @@ class Forks:
             fork
             for fork in self._forks.values()
             # Else neither parent nor child can run before the tokens are known: no hurry.
-            if not (fork.parent.num_pending and fork.parent.params.has_penalties)
+            if not (fork.parent.num_pending and fork.parent.params.needs_last_token)
         ]
         for fork in forks:
             del self._forks[fork.parent.id]

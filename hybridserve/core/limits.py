@@ -31,6 +31,7 @@ def check_vocabulary(prompt_ids: Iterable[int], params: SamplingParams, vocab_si
     for name, token_ids in (
         ("prompt", prompt_ids),
         ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
         ("logit_bias", params.logit_bias),
     ):
         for token_id in token_ids:
@@ -84,8 +85,9 @@ class Limits:
                 f"{num_cached} in the cache; it holds {layout.max_tokens_one_sequence() or 0} of one sequence"
             )
 
-    def finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        """Whether the token that a request has just drawn ends it; sets `stop_reason`."""
+    def finish_reason(self, request: Request, token: int, *, is_complete: bool) -> FinishReason | None:
+        """Whether the token that a request has just drawn ends it; sets `stop_reason`. `is_complete`: nothing
+        may follow it."""
         params = request.params
         if len(request.output_ids) > params.min_tokens:
             if token in params.stop_token_ids:
@@ -93,4 +95,6 @@ class Limits:
                 return FinishReason.STOP
             if token in self.eos_token_ids and not params.ignore_eos:
                 return FinishReason.STOP
+        if is_complete:
+            return FinishReason.STOP
         return FinishReason.LENGTH if request.num_known > request.max_computed else None

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from hybridserve.core.structured_outputs import StructuredOutputs
+
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_COUNT = 2**31 - 1
@@ -34,11 +36,17 @@ class SamplingParams:
     max_tokens: tokens to generate at most; 0 only with prompt_logprobs, and only once (n = 1).
     min_tokens: tokens before which no end-of-sequence or stop token may be drawn (nor a text end).
     stop: strings that end the text; they are not part of it.
+    include_stop_str_in_output: they are, and so is the text of a stop token.
     stop_token_ids: tokens that end the sequence, as the model's own end-of-sequence tokens do.
     ignore_eos: go on after an end-of-sequence token.
     seed: makes the draw repeatable, whatever else is running.
     logprobs: report the log-probability of each generated token and of this many most likely ones.
     prompt_logprobs: the same for the tokens of the prompt.
+    structured_outputs: what the text must look like. It ends where nothing may follow, or with an
+        end-of-sequence token where that is allowed; min_tokens and ignore_eos put that off only as long as
+        something else may follow.
+    allowed_token_ids: no other tokens are drawn; not with structured_outputs. They are drawn before
+        min_tokens as well if there are no others.
     """
 
     n: int = 1
@@ -58,25 +66,27 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks every value, and makes plain ints and floats of any other whole and real numbers."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         self._set("stop", tuple(_sequence("stop", stop, str, "strings")))
-        token_ids = _sequence("stop_token_ids", self.stop_token_ids, Integral, "token ids")
-        self._set("stop_token_ids", tuple(map(int, token_ids)))
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty string would end every text at once")
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError("stop_token_ids: a token id can't be negative")
+        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self._check_allowed()
         for name, least, most in _WHOLE_NUMBERS:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 self._set(name, _whole(name, value, least, most))
         for name, low, high in _REAL_NUMBERS:
             self._set(name, _number(name, getattr(self, name), low, high))
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos: {self.ignore_eos!r} is neither True nor False")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {_shown(getattr(self, name))} is neither True nor False")
         if self.top_p == 0:
             raise ValueError("top_p: 0 would leave no token to draw; use temperature=0 for greedy")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -95,13 +105,37 @@ class SamplingParams:
         }
         self._set("logit_bias", biases)
 
+    def _check_allowed(self) -> None:
+        spec = self.structured_outputs
+        if not isinstance(spec, StructuredOutputs | None):
+            raise ValueError(f"structured_outputs: {type(spec).__name__} is not StructuredOutputs")
+        if spec is not None and self.max_tokens == 0:
+            raise ValueError("structured_outputs: max_tokens is 0, so nothing is generated")
+        if self.allowed_token_ids is None:
+            return
+        if spec is not None:
+            raise ValueError("allowed_token_ids: structured_outputs says already what may be drawn")
+        token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        if not token_ids:
+            raise ValueError("allowed_token_ids: is empty, which leaves no token to draw")
+        self._set("allowed_token_ids", tuple(dict.fromkeys(token_ids)))
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a draw depends on the tokens drawn before it by more than the logits."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether there are tokens that may never, or not now, be drawn."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it by more than the logits."""
+        return self.structured_outputs is not None or self.has_penalties
 
 
 _OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
@@ -123,6 +157,13 @@ _REAL_NUMBERS = (
     ("repetition_penalty", 0.01, 100.0),
 )
 """(field, least, most)."""
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    token_ids = tuple(map(int, _sequence(name, values, Integral, "token ids")))
+    if any(token < 0 for token in token_ids):
+        raise ValueError(f"{name}: a token id can't be negative")
+    return token_ids
 
 
 def _sequence(name: str, values: Any, kind: type, noun: str) -> Sequence[Any]:
@@ -254,7 +295,7 @@ class Request:
         num_tokens = (
             len(self.prompt_ids) + len(self.output_ids) + self.num_pending
         )  # inline: this is a hot path
-        if self.num_pending and self.params.has_penalties:
+        if self.num_pending and self.params.needs_last_token:
             return 0  # a draw looks at the tokens before it, and one of them is not known yet
         return (num_tokens if num_tokens < self.max_computed else self.max_computed) - self.num_computed
 

@@ -138,13 +138,19 @@ class Scheduler:
             raise ValueError(f"request_id: {request.id!r} is in use")
         self._turns.check(request.adapter_id)
 
-    def add(self, request: Request) -> None:
-        """Queue a request that `check` accepts; ValueError for any other."""
+    def arrive(self, request: Request) -> None:
+        """Give a request that `check` accepts, ValueError for any other, its place among all that come. It is
+        not queued yet."""
         self.check(request)
         request.max_computed = self._limits.max_computed(request)
         request.arrival_seq = self._num_arrivals
         self._num_arrivals += 1
         request.order = (request.arrival_seq + request.priority * AGING, request.arrival_seq, 0)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, which arrives now unless it did before."""
+        if not request.max_computed:
+            self.arrive(request)
         self._requests[request.id] = request
         self._waiting.open(request)
         self._waiting.add(request)
@@ -363,9 +369,12 @@ class Scheduler:
 
     # ---- results
 
-    def update(self, step_id: int, sampled: Mapping[str, int]) -> list[TokenEvent]:
+    def update(
+        self, step_id: int, sampled: Mapping[str, int], complete: Collection[str] = ()
+    ) -> list[TokenEvent]:
         """Take in what the oldest step in flight drew: a token id for each request in `samples` of its
-        sequences. Tokens of requests that have ended meanwhile are dropped.
+        sequences. Tokens of requests that have ended meanwhile are dropped. `complete`: requests that may
+        draw nothing after it.
         """
         if not self._in_flight or self._in_flight[0].step_id != step_id:
             raise ValueError(f"step_id: {step_id} is not the oldest step in flight")
@@ -380,7 +389,7 @@ class Scheduler:
             request.output_ids.append(token)
             request.num_pending -= 1
             self._waiting.shares[request.adapter].num_generated_tokens += 1
-            finish_reason = self._limits.finish_reason(request, token)
+            finish_reason = self._limits.finish_reason(request, token, is_complete=request.id in complete)
             events.append(TokenEvent(request.id, token, finish_reason))
             if finish_reason is not None:
                 self._finish(request, finish_reason)

@@ -9,19 +9,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridserve.core.limits import check_vocabulary
-from hybridserve.core.request import Request
+from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.scheduler import Scheduler
 from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine import scores
 from hybridserve.engine.adapters import EngineAdapters, create_store
 from hybridserve.engine.executors import create_executor
+from hybridserve.engine.grammars import Grammars
 from hybridserve.engine.input_builder import BuiltStep, InputBuilder
 from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
 from hybridserve.engine.stats import EngineStats
+from hybridserve.engine.token_masks import TokenMasks
 from hybridserve.models.config import eos_token_ids
+from hybridserve.models.hub import resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -59,6 +62,7 @@ class EngineCore:
         executor: Executor,
         vocab_size: int,
         adapters: EngineAdapters | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -67,6 +71,9 @@ class EngineCore:
         self.stats = EngineStats()
         self._vocab_size = vocab_size
         self._builder = builder
+        self._grammars = grammars or Grammars()
+        self._masks = builder.masks or TokenMasks(vocab_size)
+        builder.masks = self._masks
         self._in_flight: deque[tuple[ScheduledStep, BuiltStep]] = deque()
         self._live: dict[str, _Live] = {}
         self._outbox: list[SequenceOutput] = []
@@ -74,7 +81,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._outbox or self._in_flight or self.scheduler.has_work)
+        return bool(self._outbox or self._in_flight or self.scheduler.has_work or self._grammars.waiting)
 
     @classmethod
     def create(
@@ -93,7 +100,10 @@ class EngineCore:
         eos = eos_token_ids(model_path)
         executor = executor or create_executor(config.parallel, plan, model_path)
         try:
-            return cls._over(executor, config, plan, eos, buckets)
+            tokenizer = resolve_model(config.tokenizer) if config.tokenizer else model_path
+            file = tokenizer / "tokenizer.json"
+            grammars = Grammars(file if file.is_file() else None, plan.vocab_size, eos)
+            return cls._over(executor, config, plan, eos, buckets, grammars)
         except BaseException:
             executor.close()
             raise
@@ -106,6 +116,7 @@ class EngineCore:
         plan: EnginePlan,
         eos: Sequence[int],
         buckets: Sequence[int],
+        grammars: Grammars,
     ) -> EngineCore:
         store = create_store(config, plan, executor)
         scheduler = Scheduler(
@@ -122,15 +133,27 @@ class EngineCore:
             max_running_per_adapter=config.lora.max_running_per_adapter,
         )
         builder = InputBuilder(
-            block_size=plan.layout.block_size, seed=config.seed, eos_token_ids=eos, buckets=buckets
+            block_size=plan.layout.block_size,
+            seed=config.seed,
+            eos_token_ids=eos,
+            buckets=buckets,
+            masks=TokenMasks(plan.vocab_size, eos),
         )
         adapters = EngineAdapters(scheduler, executor, store)
-        return cls(scheduler, builder, executor, plan.vocab_size, adapters)
+        return cls(scheduler, builder, executor, plan.vocab_size, adapters, grammars)
+
+    def warm_up(self) -> None:
+        """Do now what the first request of some kind would hold up others with."""
+        self._grammars.warm_up()
 
     def check(self, request: EngineRequest) -> None:
         """ValueError, naming the field, for a request that makes no sense to this model or could never be
         served."""
         check_vocabulary(request.prompt_ids, request.params, self._vocab_size)
+        if request.params.structured_outputs is not None:
+            self._grammars.check()
+        if request.request_id in self._grammars.waiting:
+            raise ValueError(f"request_id: {request.request_id!r} is in use")
         self.scheduler.check(self._as_sequence(request))
 
     def add(self, request: EngineRequest) -> None:
@@ -140,7 +163,11 @@ class EngineCore:
         with self.interrupts.held():
             self.adapters.acquire(sequence)
             try:
-                self.scheduler.add(sequence)
+                if request.params.structured_outputs is None:
+                    self.scheduler.add(sequence)
+                else:
+                    self.scheduler.arrive(sequence)
+                    self._grammars.start(sequence, request.params.structured_outputs)
             except BaseException:
                 self.adapters.release(sequence)
                 raise
@@ -186,12 +213,16 @@ class EngineCore:
                         self.executor.restart()
                     self._must_restart = False
                 self._finish_loads()
+                self._add_compiled()
                 while len(self._in_flight) < self.executor.max_in_flight and self._start_step():
                     pass
                 if self._in_flight:
                     self._finish_step()
                 elif not self._outbox and self.scheduler.waiting_for_adapters:
                     self.adapters.wait()
+                elif not self._outbox and self._grammars.waiting:
+                    with self.interrupts.let_through():
+                        self._grammars.wait()
             except BaseException as error:
                 self._restart()
                 if isinstance(error, RankFailure):
@@ -225,12 +256,23 @@ class EngineCore:
     def close(self) -> None:
         try:
             self.adapters.close()
+            self._grammars.close()
+            self._masks.close()
         finally:
             self.executor.close()
 
     def _finish_loads(self) -> None:
         for event in self.adapters.finish_loads():
             self._emit(self._live[event.request_id].request)
+
+    def _add_compiled(self) -> None:
+        """Queue those whose grammars are there."""
+        for request, grammar, error in self._grammars.take():
+            if grammar is not None:
+                self._masks.begin(request, grammar)
+                self.scheduler.add(request)
+            else:
+                self._end_unqueued(request, error)
 
     def _start_step(self) -> bool:
         begin = time.perf_counter()
@@ -277,9 +319,10 @@ class EngineCore:
         for request_id, token_id in sampled.items():
             if token_id < 0:
                 self._abort(request_id, NOT_FINITE)
+        complete = self._follow_grammars(sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)
         now = time.monotonic()
-        for event in self.scheduler.update(step.step_id, sampled):
+        for event in self.scheduler.update(step.step_id, sampled, complete):
             live = self._live[event.request_id]
             if event.token_id is None:
                 self._emit(live.request)
@@ -287,23 +330,67 @@ class EngineCore:
             live.first_token = live.first_token or now
             self.stats.num_generated_tokens += 1
             scored_token = logprobs.get(event.request_id)
-            self._emit(live.request, [event.token_id], None if scored_token is None else [scored_token])
+            self._emit(
+                live.request,
+                [event.token_id],
+                None if scored_token is None else [scored_token],
+                ends_in_text=event.request_id in complete
+                and event.token_id not in self._masks.eos_token_ids
+                and live.request.stop_reason is None,
+            )
         self.stats.seconds["forward"] += result.forward_seconds
         self.stats.seconds["sample"] += result.sample_seconds
         self.stats.seconds["update"] += time.perf_counter() - begin
 
+    def _follow_grammars(self, sampled: Mapping[str, int]) -> set[str]:
+        """Returns those whose text is complete with the token that they drew. One whose grammar can't go on
+        from there ends, and nobody else."""
+        complete = set()
+        for request_id, token_id in sampled.items():
+            request = self.scheduler.requests.get(request_id)
+            if request is None or request.params.structured_outputs is None:
+                continue
+            is_complete, error = self._masks.accept(request, token_id)
+            if error is not None:
+                self._abort(request_id, error)
+            elif is_complete:
+                complete.add(request_id)
+        return complete
+
     def _restart(self) -> None:
         self._in_flight.clear()
         self.executor.reset()
+        self._masks.reset()
         for request_id in self.scheduler.restart():
             if live := self._live.pop(request_id, None):
                 live.family.discard(request_id)
                 self.adapters.release(live.request)
+                self._masks.forget(live.request, is_last=not live.family)
         self._builder.reset({name: live.num_prompt_scored for name, live in self._live.items()})
 
     def _abort(self, request_id: str, reason: str | None) -> None:
+        if (waiting := self._grammars.cancel(request_id)) is not None:
+            self._end_unqueued(waiting, reason)
+        if (live := self._live.get(request_id)) is not None and not live.request.output_ids:
+            self._end_unborn(live, reason)
         for event in self.scheduler.abort(request_id, stop_reason=reason):
             self._emit(self._live[event.request_id].request)
+
+    def _end_unqueued(self, request: Request, reason: str | None) -> None:
+        """Abort a request that the scheduler doesn't know."""
+        self._end_unborn(self._live[request.id], reason)
+        request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+        request.stop_reason = reason
+        self._emit(request)
+
+    def _end_unborn(self, parent: _Live, reason: str | None) -> None:
+        """A request ends before its continuations are there: each of them has an end, too."""
+        for child in parent.request.children():
+            if child.id not in self._live:
+                self.adapters.acquire(child)
+                parent.family.add(child.id)
+                self._live[child.id] = _Live(child, parent.arrival, family=parent.family)
+                self._end_unqueued(child, reason)
 
     def _emit(
         self,
@@ -311,12 +398,14 @@ class EngineCore:
         token_ids: Sequence[int] = (),
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
+        ends_in_text: bool = False,
     ) -> None:
         metrics = None
         if request.finish_reason is not None:
             live = self._live.pop(request.id)
             live.family.discard(request.id)
             self.adapters.release(request)
+            self._masks.forget(request, is_last=not live.family)
             self.stats.num_finished_sequences += 1
             self.stats.num_finished_requests += not live.family
             metrics = RequestMetrics(
@@ -336,6 +425,7 @@ class EngineCore:
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
+                ends_in_text=ends_in_text,
                 metrics=metrics,
             )
         )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from hybridserve.core.request import Request
+    from hybridserve.core.request import Request, SamplingParams
     from hybridserve.core.step import ScheduledStep
+    from hybridserve.engine.token_masks import AllowedInput, TokenMasks
 
 BANNED = float(np.finfo(np.float32).min)
 """Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
@@ -42,6 +43,7 @@ class SamplingInput:
         None  # rows into R, tokens, float32 values to add
     )
     penalties: PenaltyInput | None = None
+    allowed: AllowedInput | None = None
 
 
 @dataclass(slots=True)
@@ -172,13 +174,21 @@ class InputBuilder:
     """Builds a `StepInput` from a `ScheduledStep`. `seed` is what requests without a seed of their own draw
     from.
 
-    With `buckets`, a step is padded to the next larger bucket of tokens by sequences of one token that live
-    in the null block and the null slot (D8); captured graphs need that.
+    `masks` knows what requests may draw that may not draw everything. With `buckets`, a step is padded to the
+    next larger bucket of tokens by sequences of one token that live in the null block and the null slot (D8);
+    captured graphs need that.
     """
 
     def __init__(
-        self, *, block_size: int, seed: int, eos_token_ids: Sequence[int] = (), buckets: Sequence[int] = ()
+        self,
+        *,
+        block_size: int,
+        seed: int,
+        eos_token_ids: Sequence[int] = (),
+        buckets: Sequence[int] = (),
+        masks: TokenMasks | None = None,
     ) -> None:
+        self.masks = masks
         self._block_size = block_size
         self._seed = seed
         self._eos_token_ids = tuple(eos_token_ids)
@@ -303,6 +313,10 @@ class InputBuilder:
             penalties=_penalties(drawn) if drawing.has_penalties else None,
             **drawing.columns,
         )
+        if self.masks is not None:
+            sampling.allowed = self.masks.build(
+                drawn, lambda row: self._too_early(drawn[row].params, num_drawn[row])
+            )
         return sampling, drawing.ids
 
     def _bias(
@@ -317,16 +331,19 @@ class InputBuilder:
                 rows += [row] * len(params.logit_bias)
                 tokens += params.logit_bias.keys()
                 values += (max(value, BANNED) for value in params.logit_bias.values())
-            if num_drawn[row] < params.min_tokens:
-                banned = set(params.stop_token_ids)
-                if not params.ignore_eos:
-                    banned.update(self._eos_token_ids)
+            if not params.is_restricted and (banned := self._too_early(params, num_drawn[row])):
                 rows += [row] * len(banned)
                 tokens += banned
                 values += [BANNED] * len(banned)
         if not rows:
             return None
         return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)
+
+    def _too_early(self, params: SamplingParams, num_drawn: int) -> set[int]:
+        """Tokens that would end a sequence and may not yet."""
+        if num_drawn >= params.min_tokens:
+            return set()
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
 
     def _prompt_logprobs(
         self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray

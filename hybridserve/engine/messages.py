@@ -48,7 +48,11 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one sequence gained in one step. `finish_reason` and `metrics` are set in its last output."""
+    """What one sequence gained in one step. `finish_reason` and `metrics` are set in its last output.
+
+    `ends_in_text`: it stops after its last token, which is text as the others are; else a token that it stops
+    at is none.
+    """
 
     request_id: str
     index: int
@@ -57,6 +61,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    ends_in_text: bool = False
     metrics: RequestMetrics | None = None
 
 

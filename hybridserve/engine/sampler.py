@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.messages import TokenLogprobs
+
+if TYPE_CHECKING:
+    from hybridserve.engine.token_masks import AllowedInput
 
 NUCLEUS_PREFIX = 256
 """How many most likely tokens are looked at first for top_p; a row whose nucleus is larger is sorted
@@ -55,6 +60,8 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor,
         logits.index_put_((rows, tokens), values, accumulate=True).clamp_(min=BANNED)
     if sampling.penalties is not None:
         _apply_penalties(logits, sampling.penalties)
+    if sampling.allowed is not None:
+        _keep_allowed(logits, sampling.allowed)
     token_ids = logits.argmax(dim=-1)
     drawn = torch.from_numpy((sampling.temperature > 0).nonzero()[0]).to(device)
     if len(drawn):
@@ -91,6 +98,20 @@ def _apply_penalties(logits: torch.Tensor, penalties: PenaltyInput) -> None:
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= presence * (count > 0) + frequency * count
     logits[row, token] = values.clamp(min=BANNED)
+
+
+def _keep_allowed(logits: torch.Tensor, allowed: AllowedInput) -> None:
+    """Nothing else can be drawn, whatever the bias; logits that are banned still can if all of them are."""
+    device, vocab_size = logits.device, logits.shape[1]
+    # bytes, whose order is that of the words on every machine that this runs on
+    masks = torch.from_numpy(allowed.masks.view(np.uint8)).to(device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    refused = ((masks[:, :, None] & bits) == 0).view(len(masks), -1)[:, :vocab_size]
+    if len(masks) == len(logits):
+        logits.masked_fill_(refused, -torch.inf)
+    else:
+        rows = torch.from_numpy(allowed.rows).to(device)
+        logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
 
 
 def _draw(logits: torch.Tensor, sampling: SamplingInput, drawn: torch.Tensor) -> torch.Tensor:

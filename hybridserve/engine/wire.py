@@ -19,6 +19,7 @@ import numpy as np
 from hybridserve.engine.input_builder import PenaltyInput, PromptLogprobsInput, SamplingInput, StepInput
 from hybridserve.engine.model_runner import StepOutput
 from hybridserve.engine.sampler import LogprobsOutput
+from hybridserve.engine.token_masks import AllowedInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -181,6 +182,8 @@ STEP_INPUT = Format(
         Column("sampling.penalties.presence", "f4", ("R",)),
         Column("sampling.penalties.frequency", "f4", ("R",)),
         Column("sampling.penalties.repetition", "f4", ("R",)),
+        Column("sampling.allowed.rows", "i8", ("A",)),
+        Column("sampling.allowed.masks", "i4", ("A", "W")),
         Column("prompt_logprobs.rows", "i8", ("P",)),
         Column("prompt_logprobs.targets", "i8", ("P",)),
         Column("prompt_logprobs.num_top", "i8", (1,)),
@@ -222,10 +225,12 @@ def decode_step(buffer: memoryview | bytearray) -> StepInput:
     sampling = prompt_logprobs = None
     if "sampling" in parts:
         bias, penalties = parts.get("sampling.bias"), parts.get("sampling.penalties")
+        allowed = parts.get("sampling.allowed")
         sampling = SamplingInput(
             **parts["sampling"],
             bias=None if bias is None else (bias["0"], bias["1"], bias["2"]),
             penalties=None if penalties is None else PenaltyInput(**penalties),
+            allowed=None if allowed is None else AllowedInput(**allowed),
         )
     if wanted := parts.get("prompt_logprobs"):
         prompt_logprobs = PromptLogprobsInput(wanted["rows"], wanted["targets"], int(wanted["num_top"][0]))

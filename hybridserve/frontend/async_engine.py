@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from hybridserve.core.limits import check_length, check_vocabulary
+from hybridserve.core.request import SamplingParams
 from hybridserve.engine.messages import AdapterInfo, EngineView
 from hybridserve.frontend import protocol
 from hybridserve.frontend.client import EngineClient
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from hybridserve.config.schema import EngineConfig
-    from hybridserve.core.request import SamplingParams
     from hybridserve.engine.messages import EngineRequest
     from hybridserve.frontend.client import OnEnd, OnMessage
     from hybridserve.frontend.streams import RequestStream
@@ -71,6 +71,8 @@ class AsyncLLM:
         self._tokenizing: asyncio.Task[None] | None = None
         self._death_callbacks: list[Callable[[EngineDead], None]] = []
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="hybridserve-text")
+        self._grammar_worker = ThreadPoolExecutor(1, thread_name_prefix="hybridserve-grammar")
+        """Those who wait for a hard one here are in nobody else's way."""
 
     # ---- life
 
@@ -125,6 +127,8 @@ class AsyncLLM:
             self._tokenizing.cancel()
         if self._client is not None:
             await self._client.close()
+        self._prompts.close()
+        self._grammar_worker.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
@@ -204,6 +208,8 @@ class AsyncLLM:
         client = self._started()
         name = client.reserve(request_id)
         try:
+            if isinstance(params, SamplingParams):
+                params = await self.checked(params)
             request, payload, text = await self.in_worker(
                 self._read, client.next_id(), prompt, params, adapter, priority
             )
@@ -228,6 +234,14 @@ class AsyncLLM:
         check_length(len(request.prompt_ids), request.params, ready.max_model_len)
         check_vocabulary(request.prompt_ids, request.params, ready.vocab_size)
         return request, protocol.encode(protocol.Add(request)), text
+
+    async def checked(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as they will be used. ValueError, naming the field, for structured outputs that
+        can't be enforced, or would take too long."""
+        if params.structured_outputs is None:
+            return params
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_worker, self._prompts.checked, params)
 
     async def generate(
         self,

@@ -76,6 +76,7 @@ def load_engine(channel: Channel, inbox: Inbox, begin: float) -> tuple[EngineCor
         plan = make_plan(config, path)
     with _phase(channel, "load"):
         core = EngineCore.create(config, plan, path)
+        core.warm_up()
     gc.collect()
     gc.freeze()  # what is there now stays: the collector need not look at it again
     pulse = Pulse(

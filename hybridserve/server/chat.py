@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from hybridserve.server import tokens
 from hybridserve.server.generation import Generation, Job
-from hybridserve.server.prompting import budget, cut, encode_chat
+from hybridserve.server.prompting import budget, checked, cut, encode_chat
 from hybridserve.server.wire import (
     ChatChoice,
     ChatChunk,
@@ -41,7 +41,7 @@ async def prepare(service: Service, body: ChatRequest, headers: list[tuple[bytes
     prompt_ids = await encode_chat(service, body.messages, add_generation_prompt=body.add_generation_prompt)
     prompt_ids = cut(prompt_ids, body.truncate_prompt_tokens)
     max_tokens = budget(service, "messages", len(prompt_ids), body.asked_tokens, None)
-    job = Job(prompt_ids, None, body.params(max_tokens))
+    job = Job(prompt_ids, None, await checked(service, body, body.params(max_tokens)))
     answer = ChatAnswer(body, job, body.model or service.name, service.engine.tokenizer)
     return Generation([job], adapter, body.priority, answer, body.stream, headers)
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from hybridserve.outputs import PROMPT_TAIL
 from hybridserve.server import tokens
 from hybridserve.server.generation import Generation, Job
-from hybridserve.server.prompting import budget, encode_prompts
+from hybridserve.server.prompting import budget, checked, encode_prompts
 from hybridserve.server.protocol import CompletionRequest, read_prompts
 from hybridserve.server.wire import Completion, CompletionChoice, Usage
 
@@ -45,7 +45,8 @@ async def prepare(
     for (name, prompt_ids), prompt in zip(encoded, prompts, strict=True):
         max_tokens = budget(service, name, len(prompt_ids), body.max_tokens, DEFAULT_MAX_TOKENS)
         text = prompt if isinstance(prompt, str) and len(prompts) and not is_cut else None
-        jobs.append(Job(prompt_ids, text, body.params(max_tokens)))
+        params = await checked(service, body, body.params(max_tokens))
+        jobs.append(Job(prompt_ids, text, params))
     answer = CompletionAnswer(body, jobs, body.model or service.name, engine.tokenizer)
     return Generation(jobs, adapter, body.priority, answer, body.stream, headers)
 

@@ -34,10 +34,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "early_stopping": (False,),
     "echo": (False,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -47,9 +45,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 }
 """Values of fields that are not served which ask for what is done anyway, as null does."""
 
-_STRUCTURED = "is not supported, nor is structured_outputs, which other servers now call it"
+_STRUCTURED = "is not supported: use structured_outputs"
 REFUSED: Mapping[str, str] = {
-    "allowed_token_ids": "is not supported",
     "audio": "is not supported: this server knows text only",
     "bad_words": "is not supported; see logit_bias",
     "cache_salt": "is not supported",
@@ -60,12 +57,12 @@ REFUSED: Mapping[str, str] = {
     "documents": "is not supported",
     "function_call": "is not supported",
     "functions": "is not supported",
-    "guided_choice": _STRUCTURED,
+    "guided_choice": f"{_STRUCTURED}.choice",
     "guided_decoding_backend": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "include_stop_str_in_output": "is not supported",
+    "guided_grammar": f"{_STRUCTURED}.grammar",
+    "guided_json": f"{_STRUCTURED}.json",
+    "guided_regex": f"{_STRUCTURED}.regex",
+    "guided_whitespace_pattern": _STRUCTURED,
     "keep_alive": "is not supported",
     "logits_processors": "is not supported: a request brings no code",
     "lora_path": "is not supported: name an adapter as model",
@@ -77,11 +74,9 @@ REFUSED: Mapping[str, str] = {
     "prediction": "is not supported",
     "prompt_embeds": "is not supported: a prompt is text or token ids",
     "reasoning_effort": "is not supported",
-    "response_format": "is not supported",
     "skip_special_tokens": "special tokens are never part of the text; see return_token_ids",
     "spaces_between_special_tokens": "special tokens are never part of the text; see return_token_ids",
     "stop_regex": "is not supported; stop is",
-    "structured_outputs": "is not supported",
     "suffix": "is not supported",
     "tool_choice": "is not supported",
     "tools": "is not supported",

@@ -11,7 +11,8 @@ from hybridserve.server.protocol import too_long
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridserve.server.protocol import Message, Prompt
+    from hybridserve.core.request import SamplingParams
+    from hybridserve.server.protocol import ChatRequest, CompletionRequest, Message, Prompt
     from hybridserve.server.service import Service
 
 
@@ -59,6 +60,16 @@ def check_ids(service: Service, name: str, ids: Sequence[int]) -> None:
     vocab_size = service.engine.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise bad_request(name, f"a token id is not in the vocabulary (0 to {vocab_size - 1})")
+
+
+async def checked(
+    service: Service, body: ChatRequest | CompletionRequest, params: SamplingParams
+) -> SamplingParams:
+    """The parameters, whose structured outputs, if any, can be enforced."""
+    try:
+        return await service.engine.checked(params)
+    except ValueError as error:
+        raise body.structured_error(error) from None
 
 
 def cut(ids: list[int], keep: int | None) -> list[int]:

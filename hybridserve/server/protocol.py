@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from hybridserve.core.request import SamplingParams
-from hybridserve.server.errors import bad_request, from_value_error
+from hybridserve.server.errors import ApiError, bad_request, from_value_error
+from hybridserve.server.structured import ResponseFormat, Structured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hybridserve.config.schema import LimitsConfig
+    from hybridserve.core.structured_outputs import StructuredOutputs
 
 MAX_TOKEN_IDS = 1024
 """Of stop_token_ids and of logit_bias: each is looked at for every token."""
+MAX_ALLOWED_IDS = 2**18
 MAX_COUNT = 2**31 - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -114,7 +117,11 @@ class _Sampling(_Body):
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=dict)
     stop: Strings = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_IDS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count | None = None
@@ -136,6 +143,20 @@ class _Sampling(_Body):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def _structured(self) -> StructuredOutputs | None:
+        wanted = self.structured_outputs or self.response_format
+        try:
+            return None if wanted is None else wanted.structured
+        except ValueError as error:
+            raise self.structured_error(error) from None
+
+    def structured_error(self, error: ValueError) -> ApiError:
+        """Of a ValueError about `SamplingParams.structured_outputs`, by the name that the client gave to
+        it."""
+        if self.structured_outputs is not None:
+            return from_value_error(error)
+        return bad_request("response_format", str(error).partition(": ")[2])
+
     def _check(self, limits: LimitsConfig) -> None:
         """What the configuration limits."""
         if self.stream_options is not None and not self.stream:
@@ -148,6 +169,12 @@ class _Sampling(_Body):
             raise bad_request(
                 "stop", f"a string should have at most {limits.stop_bytes} bytes (server.limits.stop_bytes)"
             )
+        if None not in (self.structured_outputs, self.response_format):
+            raise bad_request("response_format", "can't be used beside structured_outputs")
+        spec = self._structured()
+        if spec is not None and spec.num_bytes > limits.schema_bytes:
+            message = f"should have at most {limits.schema_bytes} bytes (server.limits.schema_bytes)"
+            raise self.structured_error(ValueError(f"structured_outputs.{spec.kind}: {message}"))
         check_logprobs("prompt_logprobs", self.prompt_logprobs, limits)
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request(
@@ -173,7 +200,10 @@ class _Sampling(_Body):
                 logit_bias=biases,
                 stop=tuple(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids),
+                include_stop_str_in_output=self.include_stop_str_in_output,
                 ignore_eos=self.ignore_eos,
+                structured_outputs=self._structured(),
+                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 **values,
             )
         except ValueError as error:

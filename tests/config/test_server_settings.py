@@ -30,6 +30,7 @@ def test_defaults():
     limits = server.limits
     assert (limits.body_bytes, limits.header_bytes) == (16 * 2**20, 32 * 2**10)
     assert (limits.n, limits.logprobs, limits.stop, limits.stop_bytes) == (128, 20, 16, 256)
+    assert limits.schema_bytes == 64 * 2**10
 
 
 def test_a_section_in_a_section_however_it_is_written(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from hybridserve.engine.input_builder import (
     SamplingInput,
     StepInput,
 )
+from hybridserve.engine.job_thread import JobThread
 from hybridserve.engine.model_runner import StepOutput
 from hybridserve.engine.sampler import LogprobsOutput
+from hybridserve.engine.token_masks import AllowedInput
 from hybridserve.engine.wire import WireError, decode_output, decode_step, encode_output, encode_step
 
 counts = st.integers(0, 5)
@@ -31,6 +34,8 @@ ids = st.integers(-(2**63), 2**63 - 1)
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, None where None is."""
+    if isinstance(a, AllowedInput):
+        return isinstance(b, AllowedInput) and same((a.rows, a.masks), (b.rows, b.masks))
     if dataclasses.is_dataclass(a):
         return type(a) is type(b) and all(
             same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a)
@@ -71,6 +76,7 @@ def steps(draw: st.DrawFn) -> StepInput:
             penalties=PenaltyInput(ints(P), ints(P), floats(P), floats(R), floats(R), floats(R))
             if draw(st.booleans())
             else None,
+            allowed=AllowedInput(ints(N), ints(N, B, dtype="int32")) if draw(st.booleans()) else None,
         )
     return StepInput(
         step_id=draw(ids),
@@ -212,3 +218,23 @@ def test_64_sequences_of_4096_tokens_are_less_than_96_kib() -> None:
     assert step.num_tokens == 64
     assert built.input.block_table.shape == (64, 257)
     assert len(encode_step(built.input)) < 96 << 10
+
+
+def test_a_mask_that_is_being_computed_is_waited_for() -> None:
+    sampling = SamplingInput(np.zeros(1, "i8"), np.zeros(1, "f4"), np.zeros(1))
+    masks, computed = np.zeros((1, 2), dtype=np.int32), threading.Event()
+    jobs = JobThread("test-masks")
+
+    def compute() -> None:
+        assert computed.wait(60)
+        masks[:] = 7
+
+    sampling.allowed = AllowedInput(np.zeros(1, "i8"), masks, jobs.submit(compute))
+    step = a_step()
+    step.sampling = sampling
+    threading.Timer(0.05, computed.set).start()
+    decoded = decode_step(encode_step(step))
+    assert decoded.sampling is not None
+    assert decoded.sampling.allowed is not None
+    assert decoded.sampling.allowed.masks.tolist() == [[7, 7]]
+    jobs.close(1)

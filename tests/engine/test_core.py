@@ -195,11 +195,11 @@ def test_a_request_has_finished_when_its_last_sequence_has(jamba: Path) -> None:
     stats = engine.core.stats
 
     engine.add("unborn", prompt, several)
-    engine.core.abort("unborn")  # its continuations have not begun
-    assert (stats.num_requests, stats.num_finished_requests, stats.num_finished_sequences) == (1, 1, 1)
+    engine.core.abort("unborn")  # its continuations have not begun; each is told that it ends
+    assert (stats.num_requests, stats.num_finished_requests, stats.num_finished_sequences) == (1, 1, 3)
 
     engine.add("parts", prompt, several)
     engine.step()
     for index, finished in enumerate([1, 1, 2]):
         engine.core.abort("parts", index)
-        assert (stats.num_finished_requests, stats.num_finished_sequences) == (finished, 2 + index)
+        assert (stats.num_finished_requests, stats.num_finished_sequences) == (finished, 4 + index)

@@ -8,6 +8,7 @@ import torch
 
 from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.sampler import NUCLEUS_PREFIX, logprobs, sample
+from hybridserve.engine.token_masks import AllowedInput
 
 VOCAB = 600
 
@@ -139,6 +140,30 @@ def test_bias_and_bans() -> None:
     token_ids, _ = sample(logits.clone(), make_sampling(2, bias=bias, temperature=greedy))
     assert token_ids[0] == logits[0].topk(2).indices[1]
     assert token_ids[1] == 5
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 2]])
+def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_change(rows: list[int]) -> None:
+    """Whatever bias and filters say; the words end beyond the vocabulary."""
+    allowed = [4, 31, 32, VOCAB - 1]
+    bits = np.zeros(32 * -(-VOCAB // 32), dtype=np.uint8)
+    bits[allowed] = 1
+    masks = np.tile(np.packbits(bits, bitorder="little").view(np.int32), (len(rows), 1))
+    bias = (np.array([0, 0]), np.array([5, 31]), np.array([100, BANNED], dtype=np.float32))
+    filters = {"top_k": np.full(3, 3), "top_p": np.full(3, 0.9, dtype=np.float32), "bias": bias}
+    seen = set()
+    for seed in range(40):
+        logits = make_logits(3, seed)
+        uniform = np.full(3, seed / 40)
+        restricted = make_sampling(3, uniform=uniform, **filters)
+        restricted.allowed = AllowedInput(np.array(rows), masks)
+        token_ids, _ = sample(logits.clone(), restricted)
+        plain, _ = sample(logits.clone(), make_sampling(3, uniform=uniform, **filters))
+        seen |= {int(token_ids[row]) for row in rows}
+        assert set(token_ids[rows].tolist()) <= set(allowed)
+        assert all(token_ids[row] == plain[row] for row in {0, 1, 2} - set(rows))
+        assert token_ids[0] != 31
+    assert seen == set(allowed)
 
 
 def test_a_row_that_is_not_finite_is_reported_and_disturbs_nobody() -> None:

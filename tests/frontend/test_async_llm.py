@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybridserve import LLM, AsyncLLM, SamplingParams
+from hybridserve import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from hybridserve.core.slabs import SlabKind
 from hybridserve.frontend.errors import EngineState, EngineUnavailable
 from hybridserve.models.hub import resolve_model
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+SCHEMA = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}})
 PROMPT = "The people of the"
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 OPTIONS: dict[str, Any] = {
@@ -113,6 +114,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stop token": {"params": SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(262, 264))},
     "penalties": {"params": SamplingParams(temperature=0, frequency_penalty=1.5, repetition_penalty=1.2)},
     "bias": {"params": SamplingParams(temperature=0, logit_bias={100: 50.0})},
+    "stop shown": {
+        "params": SamplingParams(temperature=0, max_tokens=40, stop=" ", include_stop_str_in_output=True)
+    },
+    "schema": {"params": SamplingParams(structured_outputs=SCHEMA, n=2, seed=1, max_tokens=80)},
+    "choice": {"params": SamplingParams(structured_outputs=StructuredOutputs(choice=("ab", "abc")), seed=1)},
+    "gbnf": {"params": SamplingParams(structured_outputs=StructuredOutputs(grammar='root ::= "x"'))},
+    "allowed": {"params": SamplingParams(allowed_token_ids=(70, 71, 300), seed=1)},
     "adapter": {"params": GREEDY, "adapter": "scripture"},
     "priority": {"params": GREEDY, "priority": -2},
 }

@@ -136,3 +136,27 @@ def test_how_steps_cut_a_text_does_not_matter(seed: int, tokenizer: Tokenizer) -
         assert len(told.output.outputs[0].logprobs or ()) == len(told.output.outputs[0].token_ids)
     if not stop or stop == "zz":
         assert pieces.output.outputs[0].text == tokenizer.decode(token_ids)
+
+
+def test_what_ends_a_text_is_part_of_it_where_that_was_asked_for(tokenizer: Tokenizer) -> None:
+    the, people, of = tokenizer.encode("The people of", add_special_tokens=False)
+    told = Told(tokenizer, stop=" peop", include_stop_str_in_output=True)
+    told.step(output(0, [the]))
+    (delta,) = told.step(output(0, [people]))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == (" peop", "stop", " peop")
+    assert told.output.outputs[0].text == "The peop"
+    for shows, text in ((True, "The people of"), (False, "The people")):
+        told = Told(tokenizer, stop_token_ids=(of,), include_stop_str_in_output=shows)
+        told.step(output(0, [the, people, of], FinishReason.STOP, stop_reason=of))
+        assert told.output.outputs[0].text == text
+
+
+def test_the_last_token_of_a_text_that_is_complete_is_text(tokenizer: Tokenizer) -> None:
+    the, people, of = tokenizer.encode("The people of", add_special_tokens=False)
+    told = Told(tokenizer)
+    told.step(output(0, [the]), output(0, [people, of], FinishReason.STOP, ends_in_text=True))
+    assert told.output.outputs[0].text == "The people of"
+    assert told.output.outputs[0].token_ids == [the, people, of]
+    told = Told(tokenizer, stop=" of")
+    told.step(output(0, [the, people, of], FinishReason.STOP, ends_in_text=True))
+    assert (told.output.outputs[0].text, told.output.outputs[0].stop_reason) == ("The people", " of")
