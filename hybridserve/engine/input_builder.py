@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -123,7 +123,7 @@ class _Drawing:
     requests: list[Request] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     num_prompt: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
     """Of `SamplingInput`, those that are asked for."""
     streams: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     """A hash of (seed, continuation): see `of`."""
