@@ -168,7 +168,10 @@ def test_no_tokenizer_and_a_text(fails, model):
         ("{", "Expecting property name"),
         ("[1]", 'a line is an object with "prompt"'),
         ('{"text": "x"}', 'a line is an object with "prompt"'),
-        ('{"prompt": "x", "max_token": 1}', "max_token: unknown; allowed are prompt, adapter, frequency"),
+        (
+            '{"prompt": "x", "max_token": 1}',
+            "max_token: unknown; allowed are prompt, adapter, allowed_token_ids",
+        ),
         ('{"prompt": "x", "adapter": "a"}', "adapter: 'a' is unknown"),
         ('{"prompt": "x", "temperature": NaN}', "temperature: nan"),
         ('{"prompt": "x", "stop": [""]}', "stop: an empty string"),

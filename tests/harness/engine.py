@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridserve.config.loader import load_config
 from hybridserve.core.request import Request, RequestStatus, SamplingParams
+from hybridserve.core.slabs import SlabKind
 from hybridserve.core.step import ScheduledSequence
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.executor import Executor
@@ -353,6 +354,7 @@ class Guarded:
         if order == "shuffled":
             self._rng.shuffle(free)
         slabs._returned, slabs._fresh = free, slabs.num_slabs
+        slabs._kinds = bytearray([SlabKind.NULL] + [SlabKind.FREE] * len(free))
         for pool in (self._cache.blocks, self._cache.slots):
             self._reorder_slabs_of(pool, order)
 

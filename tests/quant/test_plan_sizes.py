@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hybridserve.cli import main
+from hybridserve.engine import arena_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +47,13 @@ def plan(model: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict
         main(["plan", str(model), "--json", *SETTINGS, *options])
     assert status.value.code == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that all of these weights fit into."""
+    for name in ("total_memory", "available_memory"):
+        monkeypatch.setattr(arena_plan, name, lambda: 1 << 41)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -78,9 +79,10 @@ def test_adapters_come_and_go():
         loaded = await client.post("/v1/load_lora_adapter", {**named, "lora_path": "/a/b"})
         assert (loaded.status, loaded.json["lora_name"], loaded.json["rank"]) == (200, "law", 8)
         assert (await client.complete(model="law", prompt="a", max_tokens=1)).status == 200
-        call = client.start("POST", "/v1/completions", {"model": "law", "prompt": "a", "max_tokens": 30})
+        call = client.start("POST", "/v1/completions", {"model": "law", "prompt": "a", "max_tokens": 200})
         while not client.engine.num_in_flight:
             await client.get("/version")
+        await asyncio.sleep(0.05)  # it is on its way to the engine
         unloaded = await client.post("/v1/unload_lora_adapter", named)
         assert unloaded.json == {"status": "unloaded", "lora_name": "law", "still_in_use": True}
         assert (await call.answer()).status == 200
