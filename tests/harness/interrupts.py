@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
+@contextmanager
+def lost_in_collection() -> Iterator[None]:
+    """An interrupt that comes while something is collected is lost, as Python's documents say. pytest would
+    keep it until the test's end, with all that its frames refer to: a stream that nobody has any more."""
+    plain = sys.unraisablehook
+
+    def forget(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            plain(unraisable)
+
+    sys.unraisablehook = forget
+    try:
+        yield
+    finally:
+        sys.unraisablehook = plain
+
+
 class InterruptAt:
     """Sends SIGINT at the `number`th call, or return from one, that the functions of some files make or are
     subject to. KeyboardInterrupt ends the block, if it is raised in there.
