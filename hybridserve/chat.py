@@ -21,6 +21,7 @@ from hybridserve.bench.record import Record
 from hybridserve.bench.target import Arrival, RequestFailed, TargetRequest
 from hybridserve.config.spelling import nearest
 from hybridserve.core.request import SamplingParams
+from hybridserve.interrupt import interrupt_calls
 
 if TYPE_CHECKING:
     import argparse
@@ -76,15 +77,8 @@ def _interruptible() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
         return
-    try:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # only the main thread may
+    with interrupt_calls(signal.default_int_handler):
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Call:

@@ -13,7 +13,7 @@ import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 INTERRUPTED = 130
@@ -38,8 +38,15 @@ def interrupt_exits_at_once() -> Iterator[None]:
     if current is not signal.default_int_handler and not isinstance(current, _Raise):  # somebody else's
         yield
         return
+    with interrupt_calls(lambda *_: os._exit(INTERRUPTED)):
+        yield
+
+
+@contextlib.contextmanager
+def interrupt_calls(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Ctrl-C calls this function; in a thread that may not say so, nothing changes."""
     try:
-        before = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        before = signal.signal(signal.SIGINT, handler)
     except ValueError:  # only the main thread may
         yield
         return

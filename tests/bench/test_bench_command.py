@@ -238,19 +238,23 @@ def test_ctrl_c_reports_what_has_ended(server):
     assert int(re.search(r"^requests +(\d+)", out, re.MULTILINE)[1]) > 5
 
 
-def test_a_url_needs_no_torch(server):
-    code = (
-        "import sys\nfrom hybridserve.cli import main\n"
-        f"try:\n    main(['bench', {server.url!r}, '--num-requests', '2'])\nexcept SystemExit as error:\n"
-        "    assert not error.code\nprint(*sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run(
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
+
+
+def test_a_url_needs_no_torch(server):
+    code = (
+        "import sys\nfrom hybridserve.cli import main\n"
+        f"try:\n    main(['bench', {server.url!r}, '--num-requests', '2'])\nexcept SystemExit as error:\n"
+        "    assert not error.code\nprint(*sys.modules, file=sys.stderr)"
+    )
+    done = run_python(code)
     assert not {"torch", "numpy", "transformers", "matplotlib", "rich"} & set(done.stderr.split())
 
 
@@ -260,13 +264,7 @@ def test_help_needs_little(command):
         f"import sys\nfrom hybridserve.cli import main\ntry:\n    main(['{command}', '--help'])\n"
         "except SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(code)
     assert "--api_key" in done.stdout
     assert not {"torch", "numpy", "transformers", "asyncio", "rich"} & set(done.stderr.split())
 
