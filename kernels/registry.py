@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from abc import ABC
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -53,7 +54,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
     """(name, reason) of every other candidate, in preference order."""
     obstacles: tuple[tuple[str, str], ...]
-    """Those of them that could not have been taken."""
+    """Those of them that would have been preferred and could not be taken."""
 
 
 def candidates(op: str) -> tuple[type[Backend], ...]:
@@ -97,5 +98,6 @@ def select(
         raise ValueError(f"{problem} {where} ({listed or 'none known'})")
     passed_over = f"{chosen.name} " + ("is preferred" if is_open else "was asked for")
     rejected = tuple((name, why or passed_over) for name, why in obstacles.items() if name != chosen.name)
-    could_not = tuple((name, why) for name, why in obstacles.items() if why is not None)
+    preferred = itertools.takewhile(lambda backend: backend is not chosen, table)
+    could_not = tuple((b.name, why) for b in preferred if (why := obstacles[b.name]) is not None)
     return Choice(op, chosen.name, chosen(), rejected, could_not)

@@ -118,9 +118,9 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 BlockSize = Annotated[int, Field(ge=1, le=256), AfterValidator(_power_of_two)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
-BackendName = Literal["auto", "native", "torch_native", "reference"]
-GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "torch_native", "reference"]
-MoEName = Literal["auto", "exact", "native", "native_exact", "torch_native", "reference"]
+BackendName = Literal["auto", "native", "triton", "torch_native", "reference"]
+GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "triton", "torch_native", "reference"]
+MoEName = Literal["auto", "exact", "native", "native_exact", "triton", "torch_native", "reference"]
 
 
 HardwareName = Literal["auto", "h100-80gb", "h200-141gb", "a100-40gb", "a100-80gb", "l40s", "cpu"]

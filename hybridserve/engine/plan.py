@@ -29,7 +29,7 @@ class BackendChoice:
     name: str
     rejected: tuple[tuple[str, str], ...]
     obstacles: tuple[tuple[str, str], ...]
-    """Those of them that could not have been taken."""
+    """Those of them that would have been preferred and could not be taken."""
 
     def text(self, *, every_reason: bool) -> str:
         reasons = self.rejected if every_reason else self.obstacles

@@ -3,6 +3,7 @@
 from hybridserve.kernels.attention.native import Native
 from hybridserve.kernels.attention.reference import Reference
 from hybridserve.kernels.attention.torch_native import TorchNative
+from hybridserve.kernels.attention.triton_backend import Triton
 
-BACKENDS = (Native, TorchNative, Reference)
+BACKENDS = (Native, Triton, TorchNative, Reference)
 """Most preferred first."""

@@ -3,6 +3,7 @@
 from hybridserve.kernels.moe.native import Native, NativeExact
 from hybridserve.kernels.moe.reference import Reference
 from hybridserve.kernels.moe.torch_native import TorchNative
+from hybridserve.kernels.moe.triton_backend import Triton
 
-BACKENDS = (Native, NativeExact, TorchNative, Reference)
+BACKENDS = (Native, NativeExact, Triton, TorchNative, Reference)
 """In order of preference."""

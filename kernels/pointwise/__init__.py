@@ -3,6 +3,7 @@
 from hybridserve.kernels.pointwise.native import Native
 from hybridserve.kernels.pointwise.reference import Reference
 from hybridserve.kernels.pointwise.torch_native import TorchNative
+from hybridserve.kernels.pointwise.triton_backend import Triton
 
-BACKENDS = (Native, TorchNative, Reference)
+BACKENDS = (Native, Triton, TorchNative, Reference)
 """Most preferred first."""

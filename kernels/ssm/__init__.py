@@ -3,6 +3,7 @@
 from hybridserve.kernels.ssm.native import Native
 from hybridserve.kernels.ssm.reference import Reference
 from hybridserve.kernels.ssm.torch_native import TorchNative
+from hybridserve.kernels.ssm.triton_backend import Triton
 
-BACKENDS = (Native, TorchNative, Reference)
+BACKENDS = (Native, Triton, TorchNative, Reference)
 """In order of preference."""

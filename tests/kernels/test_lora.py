@@ -28,6 +28,8 @@ ROWS = [3, 3, 1, 0, 2, 7, 1, 3, 0, 2, 4, 5, 6, 6]
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest) -> LoraBackend:
+    if reason := request.param.why_not(Capabilities("cpu", "float32")):
+        pytest.skip(f"{request.param.name}: {reason}")
     return request.param()
 
 

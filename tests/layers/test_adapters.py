@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from hybridserve.kernels.lora import BACKENDS
+from hybridserve.kernels.registry import Capabilities
 from hybridserve.layers.embedding import LMHead, VocabParallelEmbedding
 from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowParallelLinear, cut
 from hybridserve.layers.lora import LoraRegistry
@@ -42,6 +43,8 @@ Deltas = dict[str, ModuleDelta]
 
 @pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
 def backend(request: pytest.FixtureRequest) -> LoraBackend:
+    if reason := request.param.why_not(Capabilities("cpu", "float32")):
+        pytest.skip(f"{request.param.name}: {reason}")
     return request.param()
 
 

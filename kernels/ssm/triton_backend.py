@@ -1,0 +1,195 @@
+"""Mamba-1's recurrences by Triton, for NVIDIA GPUs. Knows how a ragged batch is cut into chunks; the
+arithmetic is in `triton_kernels`.
+
+How a sequence is cut depends on its own length alone, and no chunk on another sequence: a row has the same
+bits in any company. One token, a few to verify and a prompt take the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
+from hybridserve.kernels.triton_support import cdiv, obstacle, power_of_2, rows_of, upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hybridserve.kernels.registry import Capabilities
+
+SCAN_TOKENS = 256
+"""Of a chunk. A sequence of more tokens is scanned twice, but its chunks at the same time."""
+
+SCAN_CHANNELS = 32
+"""Of a program of one warp: many programs, as each is a chain of dependent steps."""
+
+UNROLL = 4
+"""Tokens whose inputs are loaded together, ahead of the chain."""
+
+CONV_TOKENS = 32
+
+
+class Long(NamedTuple):
+    """Sequences of several chunks."""
+
+    sequences: torch.Tensor  # [n, 3]: sequence, its first entry, number of its chunks
+    chunks: torch.Tensor  # [m, 3], all but the last of each sequence: first token, number of tokens, entry
+    num_entries: int
+
+
+@dataclass(slots=True)
+class TritonMetadata(SSMMetadata):
+    conv_chunks: torch.Tensor  # [n, 2]: sequence, first of its tokens
+    scan_chunks: torch.Tensor  # [n, 5]: sequence, first token, number of tokens, entry or -1, is last
+    long: Long | None
+    all_single: bool  # no sequence has more than one token
+
+
+class Triton(SSMBackend):
+    name = "triton"
+
+    @classmethod
+    def why_not(cls, capabilities: Capabilities) -> str | None:
+        return obstacle(capabilities)
+
+    def __init__(self) -> None:
+        from hybridserve.kernels.ssm import triton_kernels
+
+        self._kernels = triton_kernels
+
+    def prepare(self, metadata: SSMMetadata) -> TritonMetadata:
+        lens, device = metadata.query_lens, metadata.state_slots.device
+        conv = [(i, first) for i, length in enumerate(lens) for first in range(0, length, CONV_TOKENS)]
+        scan, long = _scan_chunks(lens, device)
+        return TritonMetadata(
+            metadata.query_start,
+            metadata.state_slots,
+            metadata.has_state,
+            lens,
+            conv_chunks=upload(conv, device),
+            scan_chunks=upload(scan, device),
+            long=long,
+            all_single=max(lens, default=1) == 1,
+        )
+
+    def causal_conv1d(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+        *,
+        silu: bool = True,
+    ) -> torch.Tensor:
+        metadata = _prepared(metadata)
+        x = rows_of(x)
+        y = x.new_empty(x.shape)
+        num_channels, width = weight.shape
+        num_tokens, channels, num_warps = (1, 256, 2) if metadata.all_single else (CONV_TOKENS, 64, 4)
+        if len(metadata.conv_chunks):
+            self._kernels.causal_conv1d[(len(metadata.conv_chunks), cdiv(num_channels, channels))](
+                *(x, weight.contiguous(), x if bias is None else bias.contiguous(), state, y),
+                *(
+                    metadata.conv_chunks,
+                    metadata.query_start,
+                    metadata.state_slots,
+                    metadata.has_state.view(torch.uint8),
+                ),
+                *(num_channels, x.stride(0), *state.stride()),
+                WIDTH=width,
+                HAS_BIAS=bias is not None,
+                SILU=silu,
+                BLOCK_T=power_of_2(max(num_tokens, width - 1)) if num_tokens > 1 else 1,
+                BLOCK_C=channels,
+                num_warps=num_warps,
+            )
+        return y
+
+    def selective_scan(
+        self,
+        u: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+    ) -> torch.Tensor:
+        metadata = _prepared(metadata)
+        u, dt, B, C = rows_of(u), rows_of(dt), rows_of(B), rows_of(C)
+        has_gate = z is not None
+        z = rows_of(z) if z is not None else u
+        A, D = A.contiguous(), D.contiguous()
+        y = u.new_empty(u.shape)
+        num_channels, num_states = A.shape
+        num_blocks = cdiv(num_channels, SCAN_CHANNELS)
+        if not len(metadata.scan_chunks):
+            return y
+        tile = {"NUM_STATES": num_states, "BLOCK_C": SCAN_CHANNELS, "BLOCK_N": power_of_2(num_states)}
+        has_bias = dt_bias is not None
+        bias = D if dt_bias is None else dt_bias.contiguous()
+        facts = (metadata.state_slots, metadata.has_state.view(torch.uint8), num_channels)
+        carry = y
+        if (long := metadata.long) is not None:
+            carry = u.new_empty((long.num_entries, num_channels, num_states), dtype=torch.float32)
+            sums = u.new_empty((long.num_entries, num_channels), dtype=torch.float32)
+            self._kernels.scan_alone[(len(long.chunks), num_blocks)](
+                *(u, dt, A, B, bias, long.chunks, carry, sums),
+                *(num_channels, u.stride(0), dt.stride(0), B.stride(0)),
+                HAS_DT_BIAS=has_bias,
+                UNROLL=UNROLL,
+                num_warps=1,
+                **tile,
+            )
+            self._kernels.scan_carry[(len(long.sequences), num_blocks)](
+                *(A, state, long.sequences, carry, sums, *facts, *state.stride()), num_warps=1, **tile
+            )
+        self._kernels.scan[(len(metadata.scan_chunks), num_blocks)](
+            *(u, dt, A, B, C, D, z, bias, state, y, metadata.scan_chunks, carry, *facts),
+            *(x.stride(0) for x in (u, dt, B, C, z)),
+            *state.stride(),
+            HAS_DT_BIAS=has_bias,
+            HAS_Z=has_gate,
+            UNROLL=1 if metadata.all_single else UNROLL,
+            num_warps=1,
+            **tile,
+        )
+        return y
+
+
+def _prepared(metadata: SSMMetadata) -> TritonMetadata:
+    if not isinstance(metadata, TritonMetadata):
+        raise TypeError("metadata must come from this backend's prepare()")
+    return metadata
+
+
+def _scan_chunks(
+    lens: Sequence[int], device: torch.device
+) -> tuple[list[tuple[int, int, int, int, int]], Long | None]:
+    chunks: list[tuple[int, int, int, int, int]] = []
+    sequences: list[tuple[int, int, int]] = []
+    num_entries = 0
+    for sequence, (length, start) in enumerate(zip(lens, accumulate(lens, initial=0), strict=False)):
+        firsts = range(0, length, SCAN_TOKENS)
+        entry = -1
+        if len(firsts) > 1:
+            entry = num_entries
+            sequences.append((sequence, entry, len(firsts)))
+            num_entries += len(firsts)
+        for i, first in enumerate(firsts):
+            num = min(SCAN_TOKENS, length - first)
+            chunks.append(
+                (sequence, start + first, num, entry if entry < 0 else entry + i, first + num == length)
+            )
+    if not sequences:
+        return chunks, None
+    alone = [(start, num, entry) for _, start, num, entry, is_last in chunks if entry >= 0 and not is_last]
+    return chunks, Long(upload(sequences, device), upload(alone, device), num_entries)

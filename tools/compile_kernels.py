@@ -1,0 +1,382 @@
+#!/usr/bin/env python3
+"""Compiles the Triton kernels for GPUs that need not be there, and shows what each asks of the hardware.
+
+    python tools/compile_kernels.py [--target 90 --target 80] [--case NAME ...] [--spill-budget BYTES]
+
+The backends themselves are called, on tensors without memory (torch's meta device), at the shapes of the
+models and deployments in `CASES`; every launch is compiled for the target instead. So what is compiled is
+what a GPU would be given, tile by tile; and a backend that looked at a value on the device would fail here.
+
+Exits with 1 if a kernel has more bytes of spilled registers than the budget, or does not fit the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from hybridserve.kernels import attention, gemm, lora, moe, pointwise, ssm
+from hybridserve.kernels.attention.interface import AttentionMetadata
+from hybridserve.kernels.gemm.interface import ScaledWeight, Weight
+from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBatch, LoraPair, LoraTable, Segment
+from hybridserve.kernels.ssm.interface import SSMMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hybridserve.kernels.moe.interface import ExpertGroups
+
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""That a program can have, by compute capability."""
+
+REGISTERS = 65536
+"""Of a multiprocessor, for all threads of a program."""
+
+SHAPES = Path(__file__).resolve().parent.parent / "hybridserve" / "models" / "shapes"
+
+DECODE = (1, 16, 64, 256)
+"""Sequences of a step that decodes."""
+
+PREFILL = (8000, 1, 5)
+"""Tokens of the sequences of a step that prefills: a chunk of a prompt, one decode, one that verifies
+drafts."""
+
+CONTEXT = 20_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as one rank of a deployment has it."""
+
+    model: str  # of hybridserve/models/shapes, or `BAMBA`
+    ranks: int
+    weights: str  # format: none, int8, int8-w8a8, fp8
+    dtype: torch.dtype = torch.bfloat16
+
+
+BAMBA = "bamba-9b"
+
+CASES = {
+    "jamba-large-tp8-int8": Case("jamba-large", 8, "int8"),
+    "jamba-large-tp8-bf16": Case("jamba-large", 8, "none"),
+    "jamba-large-tp8-w8a8": Case("jamba-large", 8, "int8-w8a8"),
+    "jamba-mini-int8": Case("jamba-mini", 1, "int8"),
+    "jamba-mini-tp2-bf16": Case("jamba-mini", 2, "none"),
+    "jamba-mini-fp8": Case("jamba-mini", 1, "fp8"),
+    "jamba-3b-bf16": Case("jamba-3b", 1, "none"),
+    "jamba-3b-fp32": Case("jamba-3b", 1, "none", torch.float32),
+    "bamba-9b-int8": Case(BAMBA, 1, "int8"),
+}
+
+BAMBA_SHAPE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_experts": 1,
+}
+"""Its attention, norms and projections."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, for one target, at one set of sizes."""
+
+    name: str
+    case: str
+    target: int
+    tile: str
+    num_warps: int
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    shared: int  # bytes of a program
+
+    def faults(self, budget: int) -> list[str]:
+        faults = []
+        if self.spilled > budget:
+            faults.append(f"{self.spilled} bytes spilled, {budget} allowed")
+        if self.shared > SHARED_BYTES[self.target]:
+            faults.append(f"{self.shared} bytes of shared memory, {SHARED_BYTES[self.target]} there")
+        if self.registers * self.num_warps * 32 > REGISTERS:
+            faults.append(f"{self.registers} registers for {self.num_warps} warps")
+        return faults
+
+
+class NoDevice:
+    """What Triton asks a driver before it compiles."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.target, 32)
+
+
+class Recorder:
+    """Compiles what is launched, and keeps each kernel once."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.case = ""
+        self.found: dict[str, Compiled] = {}
+
+    def __enter__(self) -> Recorder:
+        triton.runtime.driver.set_active(NoDevice(self.target))
+        self._run = run = JITFunction.run
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if not all(0 < size < 65536 for size in grid[1:]) or not grid[0] > 0:
+                raise ValueError(f"{kernel.__name__}: a grid of {grid}")
+            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+            self._keep(kernel.__name__, compiled, options)
+            return compiled
+
+        JITFunction.run = compile_only
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        JITFunction.run = self._run
+
+    def _keep(self, name: str, kernel: Any, options: dict[str, Any]) -> None:
+        if kernel.hash in self.found:
+            return
+        blocks = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_T", "BLOCK_C", "BLOCK_D", "BLOCK", "SPLITS")
+        tile = " ".join(f"{block[6:] or 'n'}={options[block]}" for block in blocks if block in options)
+        registers, spilled = _resources(kernel.asm["cubin"])
+        self.found[kernel.hash] = Compiled(
+            *(name, self.case, self.target, tile, kernel.metadata.num_warps),
+            *(registers, spilled, kernel.metadata.shared),
+        )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack: that is where registers spill to, as kernels have nothing else there."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"\b{what}:(\d+)", output) for what in ("REG", "STACK"))
+    if registers is None or stack is None:
+        raise ValueError(f"cuobjdump says {output!r}")
+    return int(registers[1]), int(stack[1])
+
+
+def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+class Model:
+    """Calls every operator of a model as its layers would."""
+
+    def __init__(self, case: Case) -> None:
+        shape = (
+            BAMBA_SHAPE if case.model == BAMBA else json.loads((SHAPES / f"{case.model}.json").read_text())
+        )
+        self.case = case
+        self.hidden = shape["hidden_size"]
+        self.heads = shape["num_attention_heads"] // case.ranks
+        self.kv_heads = max(1, shape["num_key_value_heads"] // case.ranks)
+        self.head_dim = self.hidden // shape["num_attention_heads"]
+        self.inner = shape["intermediate_size"] // case.ranks
+        self.num_experts = shape["num_experts"]
+        self.mamba = None
+        if "mamba_dt_rank" in shape:
+            self.channels = shape["mamba_expand"] * self.hidden // case.ranks
+            self.mamba = (shape["mamba_dt_rank"], shape["mamba_d_state"], shape["mamba_d_conv"])
+
+    def __call__(self) -> None:
+        for num_seqs in DECODE:
+            self._step([1] * num_seqs, long=num_seqs == 1)
+        self._step([*PREFILL], long=True)
+
+    def values(self, *size: int) -> torch.Tensor:
+        return empty(*size, dtype=self.case.dtype)
+
+    def weight(self, *size: int) -> Weight:
+        kind = self.case.weights
+        if kind == "none":
+            return self.values(*size)
+        codes = empty(*size, dtype=torch.float8_e4m3fn if kind == "fp8" else torch.int8)
+        return ScaledWeight(codes, empty(*size[:-1], dtype=torch.float32), kind == "int8-w8a8")
+
+    def _step(self, lens: Sequence[int], *, long: bool) -> None:
+        total = sum(lens)
+        self._norms(total)
+        self._attention(lens, CONTEXT if long else 100)
+        self._projections(total)
+        if self.mamba is not None:
+            self._mamba(lens)
+        if self.num_experts > 1:
+            self._experts(total)
+        self._adapters(lens)
+
+    def _norms(self, total: int) -> None:
+        backend = pointwise.Triton()
+        backend.rms_norm(self.values(total, self.hidden), self.values(self.hidden), 1e-6, (self.hidden,))
+        if self.mamba is not None:
+            sizes = (self.mamba[0], self.mamba[1], self.mamba[1])
+            backend.rms_norm(self.values(total, sum(sizes)), self.values(sum(sizes)), 1e-6, sizes)
+
+    def _attention(self, lens: Sequence[int], context: int) -> None:
+        backend, count, total, block = attention.Triton(), len(lens), sum(lens), 16
+        metadata = AttentionMetadata(
+            empty(count + 1), empty(count), empty(count, 2000), empty(total), list(lens), [context] * count
+        )
+        qkv = self.values(total, self.heads + 2 * self.kv_heads, self.head_dim)
+        query, key, value = torch.split_with_sizes(qkv, (self.heads, self.kv_heads, self.kv_heads), 1)
+        row = self.kv_heads * self.head_dim
+        strides = (9 * 2 * block * row, block * row, row, self.head_dim, 1)  # of a block with nine layers
+        sizes = (300, 2, block, self.kv_heads, self.head_dim)
+        cache = torch.empty_strided(sizes, strides, dtype=self.case.dtype, device="meta")
+        prepared = backend.prepare(metadata)
+        for window in (None, 4096) if total < 64 else (None,):
+            backend.forward(query, key, value, cache, prepared, scale=0.1, window=window)
+
+    def _projections(self, total: int) -> None:
+        backend = gemm.Triton()
+        if self.case.weights == "none":
+            return
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        sizes = [(qkv, self.hidden), (self.hidden, self.heads * self.head_dim)]
+        sizes += [(2 * self.inner, self.hidden), (self.hidden, self.inner)]
+        if self.mamba is not None:
+            sizes += [(2 * self.channels, self.hidden), (self.hidden, self.channels)]
+        for num_outputs, num_inputs in sizes:
+            backend.linear(self.values(total, num_inputs), self.weight(num_outputs, num_inputs), None)
+
+    def _mamba(self, lens: Sequence[int]) -> None:
+        assert self.mamba is not None
+        backend, count, total = ssm.Triton(), len(lens), sum(lens)
+        dt_rank, num_states, width = self.mamba
+        channels = self.channels
+        metadata = backend.prepare(
+            SSMMetadata(empty(count + 1), empty(count), empty(count, dtype=torch.bool), list(lens))
+        )
+        x, z = self.values(total, 2 * channels).chunk(2, -1)
+        sizes = (channels * (width - 1), channels * num_states)
+        conv = self.values(40, 7 * sum(sizes))[:, : sizes[0]].unflatten(1, (channels, width - 1))
+        state = empty(40, 7 * sum(sizes), dtype=torch.float32)[:, : sizes[1]]
+        weight, bias = self.values(channels, width), self.values(channels)
+        u = backend.causal_conv1d(x, weight, bias, conv, metadata)
+        selection = self.values(total, dt_rank + 2 * num_states)
+        _, B, C = torch.split_with_sizes(selection, (dt_rank, num_states, num_states), -1)
+        A, D = empty(channels, num_states, dtype=torch.float32), empty(channels, dtype=torch.float32)
+        state = state.unflatten(1, (channels, num_states))
+        backend.selective_scan(u, self.values(total, channels), A, B, C, D, z, D, state, metadata)
+
+    def _experts(self, total: int) -> None:
+        backend, experts = moe.Triton(), self.num_experts
+        weights, ids = backend.route(self.values(total, experts), 2, renormalize=False)
+        backend.route(self.values(total, experts), 2, renormalize=True)
+        gate_up = self.weight(experts, 2 * self.inner, self.hidden)
+        down = self.weight(experts, self.hidden, self.inner)
+        x = self.values(total, self.hidden)
+        backend.experts(x, weights, ids, gate_up, down)
+        backend.experts(x, weights, ids, gate_up, down, _Adapters(self, total, experts))
+
+    def _adapters(self, lens: Sequence[int]) -> None:
+        backend, total = lora.Triton(), sum(lens)
+        batch = _batch_of(lens)
+        sizes = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        table, start = LoraTable(4), 0
+        pairs = []
+        for size in sizes:
+            pairs.append(self.pair(self.hidden, size, start))
+            start += size
+        table.put(1, tuple(pairs))
+        backend.add(self.values(total, start), self.values(total, self.hidden), table, batch)
+        table = LoraTable(4)
+        table.put(1, (replace(self.pair(self.hidden, 4096), A=self.values(65536, 16)),))
+        backend.add_embedding(self.values(total, 4096), empty(total), table, batch)
+
+    def pair(self, num_inputs: int, num_outputs: int, start: int = 0) -> LoraPair:
+        gain = empty(num_outputs, dtype=torch.float32)
+        A, B = self.values(16, num_inputs), self.values(16, num_outputs)
+        return LoraPair(A, B, 0.5, start, bias=gain, gain=gain)
+
+
+class _Adapters:
+    """What adapters add inside the experts."""
+
+    def __init__(self, model: Model, total: int, experts: int) -> None:
+        self.backend = lora.Triton()
+        self.batch = _batch_of([1] * total)
+        self.tables = []
+        for num_inputs, num_outputs in ((model.hidden, 2 * model.inner), (model.inner, model.hidden)):
+            table = LoraTable(4, experts)
+            table.put(1, (model.pair(num_inputs, num_outputs),))
+            self.tables.append(table)
+
+    def add_gate_up(self, y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups) -> None:
+        self.backend.add_experts(y, x, groups.tokens, self.tables[0], self.batch, groups)
+
+    def add_down(self, y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups) -> None:
+        self.backend.add_experts(y, x, None, self.tables[1], self.batch, groups)
+
+
+def _batch_of(lens: Sequence[int]) -> LoraBatch:
+    """All rows of one adapter."""
+    total = sum(lens)
+    chunks = empty(-(-total // CHUNK_ROWS), 3, dtype=torch.int32)
+    return LoraBatch(empty(total), empty(total), [Segment(1, 0, total)], chunks, torch.ones(total).numpy())
+
+
+def compile_cases(names: Sequence[str], target: int) -> Iterator[Compiled]:
+    """Every kernel of some cases once, named after the first that needs it."""
+    with Recorder(target) as recorder:
+        for name in names:
+            known = set(recorder.found)
+            recorder.case = name
+            Model(CASES[name])()
+            yield from (kernel for key, kernel in recorder.found.items() if key not in known)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
+    parser.add_argument("--target", type=int, action="append", choices=sorted(SHARED_BYTES))
+    parser.add_argument("--case", action="append", choices=sorted(CASES))
+    parser.add_argument("--spill-budget", type=int, default=0, help="bytes a thread (default: %(default)s)")
+    arguments = parser.parse_args()
+    print(f"triton {triton.__version__}")
+    print(f"{'kernel':20} {'target':7} {'warps':>5} {'regs':>5} {'spill':>6} {'shared':>7}  case, tile")
+    num_faults = num_kernels = 0
+    for target in arguments.target or (80, 90):
+        for kernel in compile_cases(arguments.case or [*CASES], target):
+            faults = kernel.faults(arguments.spill_budget)
+            num_kernels += 1
+            num_faults += bool(faults)
+            print(
+                f"{kernel.name:20} sm_{kernel.target:<4} {kernel.num_warps:5} {kernel.registers:5} "
+                f"{kernel.spilled:6} {kernel.shared:7}  {kernel.case}, {kernel.tile}"
+                + "".join(f"  FAULT: {fault}" for fault in faults),
+                flush=True,
+            )
+    print(f"{num_kernels} kernels, {num_faults} with faults")
+    return 1 if num_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
