@@ -24,10 +24,13 @@ class StepPlan:
     sequences: list[ScheduledSequence] = field(default_factory=list)
     state_copies: list[UnitCopy] = field(default_factory=list)
     block_copies: list[UnitCopy] = field(default_factory=list)
+    state_saves: tuple[UnitCopy, ...] = ()
     draws: list[Request] = field(default_factory=list)
     completed: list[Request] = field(default_factory=list)
     """Those whose prompts are done and that draw nothing."""
     adapter_slots: set[int] = field(default_factory=set)
+    is_starved: bool = False
+    """A running sequence found no memory."""
 
     def fork(self, parent: Request, child: Request, copies: ForkCopies) -> None:
         self.state_copies += copies.state
@@ -40,6 +43,7 @@ class StepPlan:
             sequences=tuple(self.sequences),
             state_copies=tuple(self.state_copies),
             block_copies=tuple(self.block_copies),
+            state_saves=self.state_saves,
             finished=tuple(dict.fromkeys(finished)),
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )

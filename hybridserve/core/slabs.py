@@ -6,6 +6,11 @@ Knows ids and counts; does not know bytes, requests or what a unit holds.
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class SlabKind(enum.IntEnum):
@@ -115,6 +120,13 @@ class UnitPool:
         """Slabs that must be added before `count` more units can be taken."""
         missing = count - self.num_open
         return -(-missing // self.units_per_slab) if missing > 0 else 0
+
+    def slabs_used_by(self, units: Iterable[int]) -> int:
+        """Slabs that would be empty without these units, which are in use."""
+        counts = Counter(unit // self.units_per_slab for unit in units)
+        return sum(
+            count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items()
+        )
 
     def _take(self, count: int) -> list[int]:
         """`count` units; the caller has checked that they are there."""
