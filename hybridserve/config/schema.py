@@ -147,6 +147,14 @@ class CacheConfig(_Section):
     state_dtype: Dtype = Field(
         default="float32", description="of the recurrent state; convolution states have the model's"
     )
+    prefix_caching: bool = Field(
+        default=True, description="compute what prompts have in common once, as long as there is memory"
+    )
+    checkpoint_interval: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default="auto",
+        description="tokens of a long prompt between two copies of its state that are kept: a multiple of "
+        "block_size; 0: none in between; auto: as many as have as much K and V as a state takes",
+    )
     check_integrity: bool = Field(
         default=False, description="check all bookkeeping of blocks and slots after every step (slow)"
     )

@@ -38,15 +38,16 @@ class CacheUsage(NamedTuple):
     num_bytes: int
     num_usable_bytes: int
     num_cached_blocks: int
-    """Of them, those that nobody but the prefix cache holds."""
+    """Of those in use, blocks that nobody but the prefix cache holds."""
     num_checkpoints: int
-    """Slots that hold one."""
-    num_fragmented_bytes: int
-    """Of free units in slabs that are in use."""
+    """Of the slots in use, those that hold one."""
+    num_live_bytes: int
+    """Of those in use, what sequences hold."""
 
     @property
     def utilisation(self) -> float:
-        return self.num_bytes / self.num_usable_bytes
+        """The share that sequences hold: the rest can be had."""
+        return self.num_live_bytes / self.num_usable_bytes
 
 
 class _Deferred(NamedTuple):
@@ -222,8 +223,21 @@ class CacheManager:
             state = (UnitCopy(parent.state_slot, child.state_slot),)
         return ForkCopies(state, blocks)
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What the arena, without the null slab, is used for; "fragmented": free units of slabs in use."""
+        block, slot = self.layout.block_stride, self.layout.slot_stride
+        num_cached, num_checkpoints = self.prefix.index.num_evictable_blocks, self.prefix.num_checkpoints
+        return {
+            "kv_live": (self.blocks.num_used - num_cached) * block,
+            "kv_cached": num_cached * block,
+            "state_live": (self.slots.num_used - num_checkpoints) * slot,
+            "checkpoints": num_checkpoints * slot,
+            "fragmented": self.blocks.num_open * block + self.slots.num_open * slot,
+            "free": self.slabs.num_free * self.layout.slab_bytes,
+        }
+
     def usage(self) -> CacheUsage:
-        layout = self.layout
+        layout, kinds = self.layout, self.bytes_by_kind()
         return CacheUsage(
             num_blocks=self.blocks.num_used,
             num_slots=self.slots.num_used,
@@ -235,8 +249,7 @@ class CacheManager:
             num_usable_bytes=self.slabs.num_usable * layout.slab_bytes,
             num_cached_blocks=self.prefix.index.num_evictable_blocks,
             num_checkpoints=self.prefix.num_checkpoints,
-            num_fragmented_bytes=self.blocks.num_open * layout.block_stride
-            + self.slots.num_open * layout.slot_stride,
+            num_live_bytes=kinds["kv_live"] + kinds["state_live"],
         )
 
     def check_integrity(self, requests: Iterable[Request]) -> None:

@@ -131,6 +131,8 @@ class EngineCore:
             adapter_bytes=None if store is None else store.device_bytes,
             fair_share=config.lora.fair_share,
             max_running_per_adapter=config.lora.max_running_per_adapter,
+            prefix_caching=plan.prefix_caching,
+            checkpoint_interval=plan.checkpoint_interval,
         )
         builder = InputBuilder(
             block_size=plan.layout.block_size,
@@ -185,6 +187,7 @@ class EngineCore:
             adapter=request.adapter,
             adapter_id=adapter_id,
             adapter_start=adapter_start,
+            cache_salt=request.cache_salt,
         )
 
     def abort(self, request_id: str, index: int | None = None) -> None:

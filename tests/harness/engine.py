@@ -188,7 +188,8 @@ class Guarded:
         preempt_every: int | None = None,
         **options: Any,
     ) -> None:
-        options = {"max_model_len": 256, "check_integrity": True, "memory_bytes": memory} | options
+        defaults = {"max_model_len": 256, "check_integrity": True, "prefix_caching": False}
+        options = {**defaults, "memory_bytes": memory, **options}
         config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
         plan = make_plan(config, path)
         worker = Worker(path, plan)
