@@ -108,16 +108,18 @@ class CacheManager:
             return True
         if not self._could_fit(num_blocks, num_slots):
             return False
-        prefix = self.prefix
         while not self.fits(num_blocks, num_slots):
-            # units of the kind that is missing; else those of the other kind, until a slab is empty
-            if num_blocks > self.blocks.num_open:
-                evicted = prefix.evict_block() or prefix.evict_checkpoint()
-            else:
-                evicted = prefix.evict_checkpoint() or prefix.evict_block()
-            if not evicted:
+            if not self._evict(wants_block=num_blocks > self.blocks.num_open):
                 return False
         return True
+
+    def _evict(self, *, wants_block: bool) -> bool:
+        """Blocks that save nothing, then units of the kind that is missing, then of the other: they may empty
+        a slab."""
+        prefix = self.prefix
+        if wants_block or prefix.index.has_useless_block:
+            return prefix.evict_block() or prefix.evict_checkpoint()
+        return prefix.evict_checkpoint() or prefix.evict_block()
 
     def _could_fit(self, num_blocks: int, num_slots: int) -> bool:
         """False where so many units could not be had if all that is evictable went, wherever it lies."""
@@ -172,7 +174,15 @@ class CacheManager:
     def plan_saves(self, step_id: int, promised: Callable[[], int], *, is_starved: bool) -> tuple[UnitCopy, ...]:
         """A step is planned: the states that it saves. `promised`: blocks that the running sequences lack for
         what is known of them; a checkpoint takes none of their room."""
-        return self.prefix.save(step_id, None if is_starved else lambda: self.fits(promised(), 1))
+        return self.prefix.save(step_id, None if is_starved else lambda: self._has_slab_for(promised()))
+
+    def _has_slab_for(self, num_promised: int) -> bool:
+        """Whether one more slot would fit beside the promised blocks; what is useless makes room for it."""
+        while not self.fits(num_promised, 1):
+            if not self.prefix.index.has_useless_block:
+                return False
+            self.prefix.evict_block()
+        return True
 
     def step_finished(self, step_id: int) -> None:
         """Nothing up to and including this step runs any more."""

@@ -285,6 +285,12 @@ class PrefixIndex:
         """The next to go."""
         return self._idle.first()
 
+    @property
+    def has_useless_block(self) -> bool:
+        """Whether the next block to go is one after the last checkpoint of its path."""
+        node = self._leaves.first()
+        return node is not None and node.checkpoint is None and self._layout.slots_per_slab > 0
+
     def evict_block(self) -> tuple[int, Checkpoint | None] | None:
         """The last block of some path, with the checkpoint there; None where there is none to be had."""
         node = self._leaves.first()

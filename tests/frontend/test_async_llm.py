@@ -86,7 +86,7 @@ async def idle(engine: AsyncLLM, seconds: float = 2.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         stats = await engine.stats()
-        left = ("num_running", "num_waiting", "cache_num_blocks", "cache_num_slots")
+        left = ("num_running", "num_waiting", "cache_num_live_bytes")
         if engine.num_in_flight == 0 and not any(stats[name] for name in left):
             return True
         await asyncio.sleep(0.01)

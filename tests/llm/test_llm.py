@@ -84,7 +84,7 @@ def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
     assert llm.stats()["num_running"] == 1
     stream.close()
     stats = llm.stats()
-    assert stats["num_running"] == stats["cache_num_blocks"] == stats["cache_num_slots"] == 0
+    assert stats["num_running"] == stats["cache_num_live_bytes"] == 0
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -113,7 +113,7 @@ def test_stop_string_across_tokens(llm: LLM) -> None:
     assert completion.stop_reason == stop
     assert "".join(llm.stream(PROMPT, params)) == completion.text
     assert len(completion.token_ids) < 40
-    assert llm.stats()["cache_num_slots"] == 0
+    assert llm.stats()["cache_num_live_bytes"] == 0
 
 
 def test_stop_string_waits_for_min_tokens(llm: LLM) -> None:
@@ -284,7 +284,7 @@ def test_a_step_that_fails_does_not_end_the_engine(
     with pytest.raises(error):
         llm.generate(["The king", "In the year"], SamplingParams(n=2, max_tokens=8, prompt_logprobs=0))
     assert text + "".join(stream) == expected
-    assert llm.stats()["num_running"] == llm.stats()["cache_num_blocks"] == 0
+    assert llm.stats()["num_running"] == llm.stats()["cache_num_live_bytes"] == 0
     output = llm.generate("The king", SamplingParams(max_tokens=2, prompt_logprobs=0))[0]
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     stats = llm.stats()
