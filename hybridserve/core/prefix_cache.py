@@ -496,7 +496,9 @@ class PrefixCache:
             trail.turn = node
         while len(path := self.index.checkpoints_around(node)) > MAX_CHECKPOINTS:
             idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
-            self._drop(min(idle, key=self.index.checkpoint_priority))
+            # the newest saves few tokens, but the next turn begins there
+            older = [one for one in idle if one is not node]
+            self._drop(min(older or idle, key=self.index.checkpoint_priority))
 
     def stop(self, request: Request) -> None:
         """It loses its memory: it computes nothing any more that others could wait for."""
