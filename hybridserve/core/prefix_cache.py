@@ -151,6 +151,8 @@ class PrefixCache:
             trail = _Trail(request, self.index.root(request.cache_salt))
             self._trails[request.id] = trail
             self._extend(trail, (request.num_known - 1) // self._size)
+            if self._has_slots:  # whoever is computing its prompt shall leave a state where they part
+                self._find_writer(trail, 0)
 
     def close(self, request: Request) -> None:
         trail = self._trails.pop(request.id, None)
@@ -210,19 +212,25 @@ class PrefixCache:
         trail = self._trails.get(request.id)
         if trail is None or not trail.may_wait or request.params.prompt_logprobs is not None:
             return False
-        for node in reversed(trail.nodes[: (request.num_known - 1) // self._size]):
-            if node.num_tokens <= match.num_tokens:
-                return False
-            writer = self._writers.get(node)
-            if writer is not None and (not self._has_slots or self._will_checkpoint(writer, node)):
-                break
-        else:
+        node = self._find_writer(trail, match.num_tokens)
+        if node is None:
             return False
         trail.held_at = node
         self._waiters.setdefault(node, []).append(trail)
         self._held.append((step_id + MAX_WAIT_STEPS, trail, node))
         self.counters.num_waits += 1
         return True
+
+    def _find_writer(self, trail: _Trail, num_tokens: int) -> Node | None:
+        """The last node of a path, after so many tokens, from which on one could go when a running request has
+        computed it."""
+        if not self._writers:
+            return None
+        for node in reversed(trail.nodes[num_tokens // self._size : (trail.request.num_known - 1) // self._size]):
+            writer = self._writers.get(node)
+            if writer is not None and (not self._has_slots or self._will_checkpoint(writer, node)):
+                return node
+        return None
 
     def _will_checkpoint(self, writer: _Trail, node: Node) -> bool:
         """Now, if not before: that is where another request leaves it."""
