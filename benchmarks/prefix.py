@@ -2,12 +2,12 @@
 
     python benchmarks/prefix.py --json benchmarks/results/prefix.json
 
-| | what | measured, cache on against off |
-|---|---|---|
-| W4 | 32 requests at once, 512 shared tokens and 16 of their own, 16 generated | prompt tokens computed, output tokens/s |
-| different | as W4, but no two prompts have anything in common | output tokens/s |
-| chat | 8 turns of 200 tokens, 64 generated in each | tokens computed in each turn |
-| trace | five conversations that share a system prompt, some more lively than others | hit rate, with half the memory that all would take, against that of an oracle that forgets nothing |
+- W4: 32 requests at once, 512 shared tokens and 16 of their own, 16 generated. Prompt tokens computed and
+  output tokens/s, cache on against off.
+- different: as W4, but no two prompts have anything in common.
+- chat: 8 turns of 200 tokens, 64 generated in each. Tokens computed in each turn.
+- trace: five conversations that share a system prompt, some more lively than others. Hit rate with half the
+  memory that all would take, against that of an oracle that forgets nothing.
 
 Cache on and off take turns within a repeat, the first changing, so that both see the same weather; the ratio
 is the median of the repeats'. The trace needs no model: it is planned with the model's sizes.
@@ -134,7 +134,9 @@ def replay(layout: CacheLayout, interval: int, num_slabs: int, *, window: int) -
         prompt = before + words
         request = Request(f"r{number}", prompt, params(answer))
         size = layout.block_size
-        num_seen += max((end for end in range(size, len(prompt), size) if tuple(prompt[:end]) in seen), default=0)
+        num_seen += max(
+            (end for end in range(size, len(prompt), size) if tuple(prompt[:end]) in seen), default=0
+        )
         scheduler.add(request)
         while scheduler.has_work:
             step = scheduler.schedule()
@@ -196,8 +198,8 @@ def main() -> None:
         results["chat"] = turns = chat(on)
         bound = all(turn["computed"] <= turn["new"] + block + interval for turn in turns)
         print(
-            f"chat: computed {[turn['computed'] for turn in turns]} of {[turn['all'] for turn in turns]} tokens; "
-            f"{'within' if bound else 'NOT within'} new tokens, a block and an interval"
+            f"chat: computed {[turn['computed'] for turn in turns]} of {[turn['all'] for turn in turns]} "
+            f"tokens; {'within' if bound else 'NOT within'} new tokens, a block and an interval"
         )
     if "trace" in wanted:
         results["trace"] = found = trace(on.plan.layout, interval)

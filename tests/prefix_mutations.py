@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybridserve.core import prefix_cache
 from hybridserve.core.cache_manager import CacheManager
-from hybridserve.core.prefix_cache import Match, PrefixCache
+from hybridserve.core.prefix_cache import PrefixCache
+from hybridserve.core.prefix_trails import Match
+from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.scheduler import Scheduler
 from hybridserve.engine import core as engine_core
 from hybridserve.engine import planner
@@ -121,12 +124,12 @@ def room_is_made_before_hits_are_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoints_only_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    plain = PrefixCache._plan_cuts
-    patch.setattr(PrefixCache, "_plan_cuts", lambda self, trail, match: plain(self, trail, match)[-1:])
+    plain = prefix_cache.plan_cuts
+    patch.setattr(prefix_cache, "plan_cuts", lambda *args, **options: plain(*args, **options)[-1:])
 
 
 def no_checkpoint_in_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_plan_cuts", lambda self, trail, match: [])
+    patch.setattr(prefix_cache, "plan_cuts", lambda *args, **options: [])
 
 
 def saves_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
@@ -186,8 +189,7 @@ def caching_is_switched_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_blocks_are_written(patch: pytest.MonkeyPatch) -> None:
-    """Tokens between the checkpoint and the end of K and V write theirs again; wrong ones, as if the state were
-    another."""
+    """Tokens between the checkpoint and the end of K and V write theirs again."""
     plain = PrefixCache.begin
 
     def begin(self: PrefixCache, request: Request, match: Match, step_id: int) -> tuple[UnitCopy, ...]:
@@ -241,7 +243,7 @@ def half_a_block_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_has_left_is_woken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixCache, "_end_wait", lambda self, trail: None)
+    patch.setattr(PrefixWaits, "leave", lambda self, trail: None)
 
 
 PREFIX_MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

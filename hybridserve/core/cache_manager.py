@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_spec import CacheLayout
-    from hybridserve.core.prefix_cache import Match, PrefixCounters
+    from hybridserve.core.prefix_cache import PrefixCounters
+    from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
 
 
@@ -103,7 +104,7 @@ class CacheManager:
         return slabs <= self.slabs.num_free
 
     def make_room(self, num_blocks: int, num_slots: int) -> bool:
-        """`fits`, after evicting as little as that takes; nothing is evicted where all would not be enough."""
+        """`fits`, after evicting as little as that takes; nothing goes where all would not be enough."""
         if self.fits(num_blocks, num_slots):
             return True
         if not self._could_fit(num_blocks, num_slots):
@@ -133,9 +134,11 @@ class CacheManager:
                 room += (pool.num_open + num_evictable - wanted) // size
         return room >= 0
 
-    def admit(self, request: Request, match: Match, num_blocks: int, step_id: int) -> tuple[UnitCopy, ...] | None:
-        """Let a waiting request start in step `step_id` with what was matched, if `num_blocks` more blocks and
-        a slot could be had; None, and nothing has changed but what was evicted, where not."""
+    def admit(
+        self, request: Request, match: Match, num_blocks: int, step_id: int
+    ) -> tuple[UnitCopy, ...] | None:
+        """Let a waiting request start in step `step_id` with what was matched, if `num_blocks` more blocks
+        and a slot could be had; None, and nothing has changed but what was evicted, where not."""
         prefix = self.prefix
         prefix.hold(match)
         if not self.make_room(num_blocks, 1):
@@ -171,7 +174,9 @@ class CacheManager:
         else:
             self._free(held)
 
-    def plan_saves(self, step_id: int, promised: Callable[[], int], *, is_starved: bool) -> tuple[UnitCopy, ...]:
+    def plan_saves(
+        self, step_id: int, promised: Callable[[], int], *, is_starved: bool
+    ) -> tuple[UnitCopy, ...]:
         """A step is planned: the states that it saves. `promised`: blocks that the running sequences lack for
         what is known of them; a checkpoint takes none of their room."""
         return self.prefix.save(step_id, None if is_starved else lambda: self._has_slab_for(promised()))

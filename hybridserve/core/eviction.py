@@ -1,4 +1,4 @@
-"""What of the prefix cache is worth least: a pure function. Knows numbers; does not know what they belong to."""
+"""What of the prefix cache is worth least: a pure function. Knows numbers; does not know whose they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def priority(num_tokens: int, num_bytes: int, last_used: int) -> Priority:
     num_tokens: that would have to be computed again without it. num_bytes: that its end makes free or of no
     use. last_used: the number of the admission that made or hit it last.
 
-    The second part is the logarithm of tokens x 0.5 ** (age / HALF_LIFE) / bytes, less a term that is the same
-    for everything at a given moment: so what is right now stays right. What saves nothing goes before all
-    else, the oldest first.
+    The second part is the logarithm of tokens x 0.5 ** (age / HALF_LIFE) / bytes, less a term that is the
+    same for everything at a given moment: so what is right now stays right. What saves nothing goes before
+    all else, the oldest first.
     """
     if not num_tokens:
         return False, last_used

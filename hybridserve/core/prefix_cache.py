@@ -1,16 +1,16 @@
-"""What is kept of sequences for others that begin alike: when it may be used, where checkpoints are taken, and
-who waits for whom. Knows requests, blocks and slots; does not know budgets, queues or what makes room.
+"""What is kept of sequences for others that begin alike: when it may be used, and what steps add to it. Knows
+requests, blocks and slots; does not know budgets, queues or what makes room.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
 from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
+from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.slabs import IntegrityError
 from hybridserve.core.step import UnitCopy
 
@@ -27,23 +27,6 @@ OWNER = "#prefix cache"
 
 MAX_CHECKPOINTS = 8
 """On one path."""
-
-MAX_PARTINGS = 2
-MAX_INTERVALS = 4
-"""Of the checkpoints that one prompt is cut for: where others leave it, and in between."""
-
-MAX_WAIT_STEPS = 64
-
-
-class Match(NamedTuple):
-    """What a request can begin with."""
-
-    num_tokens: int = 0
-    """That need not be computed."""
-    blocks: tuple[int, ...] = ()
-    """With K and V; they may reach further."""
-    node: Node | None = None
-    """Where the tokens end."""
 
 
 @dataclass(slots=True)
@@ -69,35 +52,11 @@ class PrefixCounters:
     num_waits_given_up: int = 0
 
 
-class _Cut(NamedTuple):
-    num_tokens: int
-    cause: Cause
-
-
-@dataclass(slots=True, eq=False)
-class _Trail:
-    """A live request's way through the tree."""
-
-    request: Request
-    root: Node
-    nodes: list[Node] = field(default_factory=list)
-    num_noted: int = 0
-    """Of its blocks, those that are in the tree or will be when their step has finished."""
-    cuts: list[_Cut] = field(default_factory=list)
-    turn_from: int = 0
-    """From here on it generates."""
-    turn: Node | None = None
-    num_pending: int = 0
-    is_open: bool = True
-    held_at: Node | None = None
-    may_wait: bool = True
-
-
 @dataclass(slots=True, eq=False)
 class _Pending:
     """What a step in flight adds to the tree."""
 
-    trail: _Trail
+    trail: Trail
     start: int
     end: int
     first_block: int
@@ -134,63 +93,49 @@ class PrefixCache:
         self._has_blocks, self._has_slots = layout.blocks_per_slab > 0, layout.slots_per_slab > 0
         self._blocks = blocks
         self._slots = slots
-        self._trails: dict[str, _Trail] = {}
+        self._trails: dict[str, Trail] = {}
         self._planned: list[_Pending] = []
         self._pending: dict[int, list[_Pending]] = {}
         self._reading: dict[int, list[tuple[Checkpoint, Node]]] = {}
-        self._writers: dict[Node, _Trail] = {}
-        self._due: dict[Node, None] = {}  # a checkpoint is going to be taken there
-        self._waiters: dict[Node, list[_Trail]] = {}
-        self._held: deque[tuple[int, _Trail, Node]] = deque()  # by the step that ends the wait
-        self._woken: list[Request] = []
+        self._waits = PrefixWaits(self._size, has_slots=self._has_slots)
 
     # ---- requests come and go
 
     def open(self, request: Request) -> None:
         if self._enabled:
-            trail = _Trail(request, self.index.root(request.cache_salt))
+            trail = Trail(request, self.index.root(request.cache_salt))
             self._trails[request.id] = trail
-            self._extend(trail, (request.num_known - 1) // self._size)
-            if self._has_slots:  # whoever is computing its prompt shall leave a state where they part
-                self._find_writer(trail, 0)
+            self._extend(trail, trail.limit(self._size))
+            self._waits.find(trail, 0)  # whoever computes it shall leave a state where they part
 
     def close(self, request: Request) -> None:
         trail = self._trails.pop(request.id, None)
         if trail is None:
             return
-        self._stop(trail)
-        self._end_wait(trail)
+        self._waits.stop(trail)
+        self._waits.leave(trail)
         trail.is_open = False
         self._leave_when_done(trail)
 
-    def _leave_when_done(self, trail: _Trail) -> None:
+    def _leave_when_done(self, trail: Trail) -> None:
         if not trail.is_open and not trail.num_pending:
             self.index.leave([trail.root, *trail.nodes])
 
-    def _extend(self, trail: _Trail, num_blocks: int) -> None:
+    def _extend(self, trail: Trail, num_blocks: int) -> None:
         for place in range(len(trail.nodes), num_blocks):
             parent = trail.nodes[-1] if place else trail.root
-            key = self._key(trail.request, place)
+            key = block_key(trail.request, place, self._size)
             trail.nodes.append(self.index.child(parent, key, (place + 1) * self._size))
-
-    def _key(self, request: Request, place: int) -> bytes:
-        """A block's token ids; in the block where an adapter begins to act, with what it does from where."""
-        start, end = place * self._size, (place + 1) * self._size
-        key = array("i", request.token_ids(start, end)).tobytes()
-        adapter_id, adapter_start = request.cache_key
-        if adapter_id is not None and start <= adapter_start < end:
-            key += f"{adapter_start}:{adapter_id}".encode()
-        return key
 
     # ---- admission
 
     def match(self, request: Request) -> Match:
-        """The longest prefix of a waiting request, short of its last token, that K and V and a state are there
-        for."""
+        """The longest prefix of a waiting request, short of its last token, with K and V and a state that are
+        there."""
         trail = self._trails.get(request.id)
         if trail is None or request.params.prompt_logprobs is not None:
             return Match()
-        limit = (request.num_known - 1) // self._size
+        limit = trail.limit(self._size)
         self._extend(trail, limit)
         nodes = trail.nodes[:limit]
         blocks: list[int] = []
@@ -212,63 +157,23 @@ class PrefixCache:
         trail = self._trails.get(request.id)
         if trail is None or not trail.may_wait or request.params.prompt_logprobs is not None:
             return False
-        node = self._find_writer(trail, match.num_tokens)
+        node = self._waits.find(trail, match.num_tokens)
         if node is None:
             return False
-        trail.held_at = node
-        self._waiters.setdefault(node, []).append(trail)
-        self._held.append((step_id + MAX_WAIT_STEPS, trail, node))
+        self._waits.wait(trail, node, step_id)
         self.counters.num_waits += 1
-        return True
-
-    def _find_writer(self, trail: _Trail, num_tokens: int) -> Node | None:
-        """The last node of a path, after so many tokens, from which on one could go when a running request has
-        computed it."""
-        if not self._writers:
-            return None
-        for node in reversed(trail.nodes[num_tokens // self._size : (trail.request.num_known - 1) // self._size]):
-            writer = self._writers.get(node)
-            if writer is not None and (not self._has_slots or self._will_checkpoint(writer, node)):
-                return node
-        return None
-
-    def _will_checkpoint(self, writer: _Trail, node: Node) -> bool:
-        """Now, if not before: that is where another request leaves it."""
-        if node in self._due:
-            return True
-        if node.num_tokens <= writer.request.num_computed or len(writer.cuts) >= MAX_CHECKPOINTS:
-            return False
-        self._set_cuts(writer, sorted([*writer.cuts, _Cut(node.num_tokens, Cause.PARTING)]))
         return True
 
     def holds(self, request: Request) -> bool:
         """Whether a request is out of the queue."""
         trail = self._trails.get(request.id)
-        return (trail is not None and trail.held_at is not None) or request in self._woken
+        return trail is not None and self._waits.holds(trail)
 
     def take_woken(self, step_id: int) -> list[Request]:
         """Those that go on: what they waited for is there, or is not going to be, or it took too long."""
-        while self._held and self._held[0][0] <= step_id:
-            _, trail, node = self._held.popleft()
-            if trail.held_at is node:
-                trail.may_wait = False
-                self.counters.num_waits_given_up += 1
-                self._end_wait(trail)
-                self._woken.append(trail.request)
-        woken, self._woken = self._woken, []
+        woken = self._waits.take_woken(step_id)
+        self.counters.num_waits_given_up += self._waits.take_given_up()
         return woken
-
-    def _end_wait(self, trail: _Trail) -> None:
-        if trail.held_at is not None:
-            self._waiters[trail.held_at].remove(trail)
-            trail.held_at = None
-        elif trail.request in self._woken:
-            self._woken.remove(trail.request)
-
-    def _wake(self, node: Node) -> None:
-        for trail in self._waiters.pop(node, ()):
-            trail.held_at = None
-            self._woken.append(trail.request)
 
     def hold(self, match: Match) -> None:
         """Keep what was matched while room is made for the rest."""
@@ -303,10 +208,12 @@ class PrefixCache:
         trail.num_noted = len(match.blocks) if self._has_blocks else first
         trail.turn_from = request.num_tokens
         if not request.num_preemptions:  # nobody waits behind one that was preempted
-            for node in trail.nodes[first : (request.num_tokens - 1) // self._size]:
-                self._writers.setdefault(node, trail)
+            self._waits.announce(trail, trail.nodes[first : trail.limit(self._size)])
         if self._has_slots:
-            self._set_cuts(trail, self._plan_cuts(trail, match))
+            cuts = plan_cuts(
+                trail, match, size=self._size, interval=self._interval, has_blocks=self._has_blocks
+            )
+            self._waits.set_cuts(trail, cuts)
         if match.node is None:
             return ()
         self.index.touch(match.node)
@@ -337,56 +244,6 @@ class PrefixCache:
         ):
             raise IntegrityError(f"the checkpoint in slot {checkpoint.slot} is not what it was")
 
-    # ---- where checkpoints are taken
-
-    def _plan_cuts(self, trail: _Trail, match: Match) -> list[_Cut]:
-        """Where the chunks of what `request` computes first shall end."""
-        request, size = trail.request, self._size
-        start, last = match.num_tokens, (request.num_tokens - 1) // size * size
-        cuts: dict[int, Cause] = {}
-        if self._interval and last > start:
-            share = -(-(last - start) // ((MAX_INTERVALS + 1) * size)) * size
-            step = max(self._interval, share)
-            cuts |= dict.fromkeys(range(start // step * step + step, last, step), Cause.INTERVAL)
-        cuts[last] = Cause.PROMPT
-        cuts |= dict.fromkeys(self._partings(trail, match), Cause.PARTING)
-        return [
-            _Cut(end, cause)
-            for end, cause in sorted(cuts.items())
-            if start < end <= last and trail.nodes[end // size - 1].checkpoint is None
-        ]
-
-    def _partings(self, trail: _Trail, match: Match) -> list[int]:
-        """Where others have left this path, or will."""
-        nodes = trail.nodes[: (trail.request.num_tokens - 1) // self._size]
-        first = match.num_tokens // self._size
-        leaving = [
-            (node.num_users - following.num_users, node.num_tokens)
-            for node, following in zip(nodes[first:], nodes[first + 1 :], strict=False)
-            if node.num_users > following.num_users
-        ]
-        partings = [num_tokens for _, num_tokens in sorted(leaving)[-MAX_PARTINGS:]]
-        known = len(match.blocks) if self._has_blocks else self._num_known_to_others(nodes)
-        return [*partings, known * self._size]
-
-    @staticmethod
-    def _num_known_to_others(nodes: list[Node]) -> int:
-        """How many nodes of a path are in the tree for more than this request's sake."""
-        count = len(nodes)
-        while count:
-            node = nodes[count - 1]
-            own = count < len(nodes) and nodes[count].key in node.children
-            if node.num_users > 1 or node.checkpoint is not None or len(node.children) > own:
-                break
-            count -= 1
-        return count
-
-    def _set_cuts(self, trail: _Trail, cuts: list[_Cut]) -> None:
-        trail.cuts = cuts
-        trail.request.next_cut = cuts[0].num_tokens if cuts else 0
-        for cut in cuts:
-            self._due[trail.nodes[cut.num_tokens // self._size - 1]] = None
-
     # ---- steps
 
     def computed(self, request: Request, start: int) -> None:
@@ -401,12 +258,8 @@ class PrefixCache:
         self._blocks.share(blocks)
         trail.num_noted = max(first, num_full)
         trail.num_pending += 1
-        cause = None
-        if end == request.next_cut:
-            cause = trail.cuts[0].cause
-            trail.cuts = [cut for cut in trail.cuts if cut.num_tokens > end]
-            request.next_cut = trail.cuts[0].num_tokens if trail.cuts else 0
-        elif self._has_slots and end >= trail.turn_from and not end % self._size:
+        cause = self._waits.take_cut(trail, end)
+        if cause is None and self._has_slots and end >= trail.turn_from and not end % self._size:
             cause = Cause.TURN
         self._planned.append(_Pending(trail, start, end, first, blocks, cause))
 
@@ -481,15 +334,11 @@ class PrefixCache:
                 self._blocks.free([block])
         if pending.checkpoint is not None:
             self._publish_checkpoint(trail, pending.checkpoint, num_known)
-        for node in trail.nodes[pending.start // self._size : pending.end // self._size]:
-            self._due.pop(node, None)
-            if self._writers.get(node) is trail:
-                del self._writers[node]
-                self._wake(node)
+        self._waits.computed(trail, trail.nodes[pending.start // self._size : pending.end // self._size])
         trail.num_pending -= 1
         self._leave_when_done(trail)
 
-    def _publish_checkpoint(self, trail: _Trail, checkpoint: Checkpoint, num_known: int) -> None:
+    def _publish_checkpoint(self, trail: Trail, checkpoint: Checkpoint, num_known: int) -> None:
         place = checkpoint.num_tokens // self._size - 1
         node = trail.nodes[place] if place < num_known else None
         if node is None or node.checkpoint is not None or (self._has_blocks and not node.block):
@@ -511,18 +360,7 @@ class PrefixCache:
     def stop(self, request: Request) -> None:
         """It loses its memory: it computes nothing any more that others could wait for."""
         if (trail := self._trails.get(request.id)) is not None:
-            self._stop(trail)
-
-    def _stop(self, trail: _Trail) -> None:
-        for cut in trail.cuts:
-            self._due.pop(trail.nodes[cut.num_tokens // self._size - 1], None)
-        trail.cuts.clear()
-        trail.request.next_cut = 0
-        if self._writers:
-            for node in trail.nodes:
-                if self._writers.get(node) is trail:
-                    del self._writers[node]
-                    self._wake(node)
+            self._waits.stop(trail)
 
     def forked(self, child: Request) -> None:
         """A request begins with what its parent has computed."""
@@ -593,8 +431,4 @@ class PrefixCache:
         for block in self.index.blocks:
             if self.index.is_pinned(block) != (self._blocks.num_references(block) > 1):
                 raise IntegrityError(f"block {block} counts as evictable, or not, against the facts")
-        held = {trail for trail in self._trails.values() if trail.held_at is not None}
-        if held != {trail for group in self._waiters.values() for trail in group}:
-            raise IntegrityError("a request waits for nothing, or has been forgotten")
-        if any(node not in self._writers for node in self._waiters):
-            raise IntegrityError("a request waits for what nobody computes")
+        self._waits.check_integrity(self._trails.values())

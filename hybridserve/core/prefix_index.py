@@ -1,5 +1,5 @@
-"""A radix tree over blocks of tokens: what has been computed of which prefix, and what of it may go. Knows ids
-and counts of blocks and slots; does not own them, and does not know requests.
+"""A radix tree over blocks of tokens: what has been computed of which prefix, and what of it may go. Knows
+ids and counts of blocks and slots; does not own them, and does not know requests.
 """
 
 from __future__ import annotations
@@ -311,7 +311,8 @@ class PrefixIndex:
 
     def _take_from(self, node: Node) -> Checkpoint:
         checkpoint = node.checkpoint
-        assert checkpoint is not None and not checkpoint.num_readers
+        assert checkpoint is not None
+        assert not checkpoint.num_readers
         node.checkpoint = None
         del self._checkpointed[node]
         self._idle.remove(node)

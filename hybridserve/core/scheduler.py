@@ -211,7 +211,10 @@ class Scheduler:
         self._finished += [name for name, request in self._requests.items() if request.block_ids]
         self._finished += self._forks.parent_ids
         self.cache = CacheManager(
-            self.layout, prefix_caching=self._prefix_caching, checkpoint_interval=self._checkpoint_interval, counters=self.cache.prefix.counters
+            self.layout,
+            prefix_caching=self._prefix_caching,
+            checkpoint_interval=self._checkpoint_interval,
+            counters=self.cache.prefix.counters,
         )
         self.adapters.reset()
         self._forks.clear()

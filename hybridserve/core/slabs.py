@@ -124,9 +124,7 @@ class UnitPool:
     def slabs_used_by(self, units: Iterable[int]) -> int:
         """Slabs that would be empty without these units, which are in use."""
         counts = Counter(unit // self.units_per_slab for unit in units)
-        return sum(
-            count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items()
-        )
+        return sum(count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items())
 
     def _take(self, count: int) -> list[int]:
         """`count` units; the caller has checked that they are there."""

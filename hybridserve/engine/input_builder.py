@@ -223,8 +223,8 @@ class InputBuilder:
         if block_table.shape[1]:  # else no layer has blocks
             blocks = block_table[row, positions // self._block_size].astype(np.int64)
             slot_mapping = blocks * self._block_size + positions % self._block_size
-            if any(columns.write_from):
-                write_from = np.array(columns.write_from, dtype=np.int64)
+            write_from = np.array(columns.write_from, dtype=np.int64)
+            if write_from.any():
                 slot_mapping[positions < np.repeat(write_from, lengths)] = 0
         sampling, sample_ids = self._sampling(sequences, requests, query_start)
         prompt_logprobs, prompt_spans = self._prompt_logprobs(sequences, requests, query_start)

@@ -198,4 +198,4 @@ def test_the_order_is_that_of_the_formula_at_any_moment() -> None:
 
 def test_what_saves_nothing_goes_first_and_the_oldest_of_it_before_all() -> None:
     order = [(0, 64, 5), (0, 64, 900), (1, 1 << 40, 0), (100, 64, 0)]
-    assert sorted(reversed(order), key=lambda thing: priority(*thing)) == order
+    assert sorted(order, key=lambda thing: priority(*thing)) == order

@@ -1,5 +1,5 @@
-"""The machine of test_scheduler_machine with the prefix cache on: few different tokens, so that much is shared,
-adapters, salts, little memory."""
+"""The machine of test_scheduler_machine with the prefix cache on: few different tokens, so that much is
+shared, adapters, salts, little memory."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybridserve.core import prefix_cache, prefix_index
+from hybridserve.core import prefix_index, prefix_waits
 from hybridserve.core.prefix_cache import MAX_CHECKPOINTS, PrefixCache
 from hybridserve.core.prefix_index import Node, PrefixIndex
 from hybridserve.core.request import RequestStatus
@@ -41,7 +41,9 @@ def test_a_prompt_is_computed_once(kind: str, depth: int) -> None:
     e = engine(depth=depth, kind=kind)
     prompt = tokens(21)
     assert [serve(e, name, prompt) for name in "abc"] == [0, 20, 20]
-    assert serve(e, "d", prompt[:20]) == (16 if kind == "kv" else 0)  # all but the last token; none kept there
+    assert serve(e, "d", prompt[:20]) == (
+        16 if kind == "kv" else 0
+    )  # all but the last token; none kept there
     assert serve(e, "e", prompt[:20]) == 16
     e.check_outputs()
     e.check_drained()
@@ -100,7 +102,7 @@ def test_nobody_waits_behind_one_that_was_preempted() -> None:
 
 
 def test_a_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MAX_WAIT_STEPS", 2)
+    monkeypatch.setattr(prefix_waits, "MAX_WAIT_STEPS", 2)
     e = engine(checkpoint_interval=8)
     prompt = tokens(40)
     e.add("slow", prompt, max_tokens=2, ignore_eos=True)
@@ -345,6 +347,6 @@ def test_integrity_sees_a_lost_waiter() -> None:
         e.add(name, prompt, max_tokens=2)
     e.step()
     prefix: PrefixCache = e.scheduler.cache.prefix
-    prefix._waiters.clear()
+    prefix._waits._waiters.clear()
     with pytest.raises(RuntimeError, match="waits for nothing"):
         e.scheduler.check_integrity()

@@ -1,5 +1,5 @@
-"""Recipes about prefixes, run as they are by `test_prefix_recipes`, and with their faults, which the same test
-wants to see fail. Each takes the T-model and its oracle.
+"""Recipes about prefixes, run as they are by `test_prefix_recipes`, and with their faults, which the same
+test wants to see fail. Each takes the T-model and its oracle.
 
 Blocks are 4 tokens here, so that a prompt of a few tokens has several. What is in the tree is held against
 the oracle as well: K and V by the logits of those who use them, checkpoints one by one (`audit`).
@@ -346,8 +346,10 @@ def f044_where_requests_part(model: Path, oracle: Oracle) -> None:
         hits = [
             ask(engine, f"r{index}", shared[:length] + own[index]) for index, length in enumerate(lengths)
         ]
-        common = [max((min(length, other) for other in lengths[:at]), default=0) // BLOCK * BLOCK
-                  for at, length in enumerate(lengths)]
+        common = [
+            max((min(length, other) for other in lengths[:at]), default=0) // BLOCK * BLOCK
+            for at, length in enumerate(lengths)
+        ]
         # the first to part somewhere computes that far, and leaves a checkpoint
         at_least = [0, 0, 12, 12 if interval == 0 else common[3], common[4]]
         assert all(hit >= least for hit, least in zip(hits, at_least, strict=True)), (hits, at_least)
@@ -499,8 +501,8 @@ def f057_kept_while_a_step_runs(model: Path, oracle: Oracle) -> None:
 
 
 def f059_retracted_every_three_steps(model: Path, oracle: Oracle) -> None:
-    """All that runs is preempted every three steps: everybody goes on from blocks and state, never from one of
-    them."""
+    """All that runs is preempted every three steps: everybody goes on from blocks and state, never from one
+    of them."""
     engine = cached(model, chunk=16)
     for index, prompt in enumerate(make_prompts([9, 14, 22])):
         engine.add(f"r{index}", prompt, greedy(16))

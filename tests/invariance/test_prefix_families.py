@@ -1,5 +1,5 @@
-"""What is kept of prefixes, for models with all kinds of memory: off, cold and warm are the same, and the same
-as transformers."""
+"""What is kept of prefixes, for models with all kinds of memory: cold and warm are the same, and the same as
+transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ TIGHT = {"jamba": "420KiB", "mamba": "200KiB", "llama": "120KiB", "mistral": "12
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Oracle]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Oracle]:
     path = tmp_path_factory.mktemp(request.param)
     save_model(request.param, path, seed=0)
     return request.param, path, Oracle(path)
@@ -52,7 +54,9 @@ def test_off_cold_and_warm(served: tuple[str, Path, Oracle], cell: dict[str, Any
     }
     engine = Guarded(path, **options)
     shared = make_prompts([18], seed=1)[0]
-    prompts = [shared[: 18 - 3 * index] + own for index, own in enumerate(make_prompts([2, 9, 5, 12], seed=2))]
+    prompts = [
+        shared[: 18 - 3 * index] + own for index, own in enumerate(make_prompts([2, 9, 5, 12], seed=2))
+    ]
     for turn in range(2):
         for index, prompt in enumerate(prompts):
             engine.add(f"t{turn}r{index}", prompt, greedy(6))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hybridserve.core.prefix_cache import PrefixCache
-from hybridserve.core.request import Request
+from hybridserve.core import prefix_cache
 from tests.harness.adapter_engine import AdapterEngine, Oracles
 from tests.harness.adapters import activated_logits, edit_config
 from tests.harness.engine import make_prompts
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from hybridserve.core.request import Request
     from tests.harness.adapters import Kit
 
 BLOCK = 4
@@ -141,41 +141,41 @@ def l023_an_adapter_that_begins_later(kit: Kit, oracles: Oracles, tmp_path: Path
 
 
 def tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    plain = PrefixCache._key
+    plain = prefix_cache.block_key
 
-    def key(self: PrefixCache, request: Request, place: int) -> bytes:
+    def key(request: Request, place: int, size: int) -> bytes:
         adapter_id, request.adapter_id = request.adapter_id, None
-        found = plain(self, request, place)
+        found = plain(request, place, size)
         request.adapter_id = adapter_id
         return found
 
-    patch.setattr(PrefixCache, "_key", key)
+    patch.setattr(prefix_cache, "block_key", key)
 
 
 def names_for_contents(patch: pytest.MonkeyPatch) -> None:
-    plain = PrefixCache._key
+    plain = prefix_cache.block_key
 
-    def key(self: PrefixCache, request: Request, place: int) -> bytes:
+    def key(request: Request, place: int, size: int) -> bytes:
         adapter_id = request.adapter_id
         request.adapter_id = None if adapter_id is None else request.adapter
-        found = plain(self, request, place)
+        found = plain(request, place, size)
         request.adapter_id = adapter_id
         return found
 
-    patch.setattr(PrefixCache, "_key", key)
+    patch.setattr(prefix_cache, "block_key", key)
 
 
 def on_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
     """Where an adapter begins is no part of the key: all is its own."""
-    plain = PrefixCache._key
+    plain = prefix_cache.block_key
 
-    def key(self: PrefixCache, request: Request, place: int) -> bytes:
+    def key(request: Request, place: int, size: int) -> bytes:
         start, request.adapter_start = request.adapter_start, 0
-        found = plain(self, request, place)
+        found = plain(request, place, size)
         request.adapter_start = start
         return found
 
-    patch.setattr(PrefixCache, "_key", key)
+    patch.setattr(prefix_cache, "block_key", key)
 
 
 RECIPES: dict[Callable[[Kit, Oracles, Path], None], Callable[[pytest.MonkeyPatch], None]] = {
