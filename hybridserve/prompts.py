@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
+MAX_SALT = 1024
+
 
 def config_of(
     model: str | os.PathLike[str] | None,
@@ -108,6 +110,7 @@ class PromptReader:
         adapter: str | None,
         priority: int,
         max_model_len: int,
+        cache_salt: str | None = None,
     ) -> tuple[EngineRequest, str | None]:
         """The request, which came now, and its prompt's text if that was given as text."""
         params = SamplingParams() if params is None else params
@@ -119,6 +122,8 @@ class PromptReader:
             raise ValueError(f"priority: {priority!r} is not a whole number")
         if abs(priority) > MAX_COUNT:
             raise ValueError(f"priority: is out of range (from {-MAX_COUNT} to {MAX_COUNT})")
+        if not isinstance(cache_salt, str | None) or len(cache_salt or "") > MAX_SALT:
+            raise ValueError(f"cache_salt: is no text of at most {MAX_SALT} characters")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: needs a tokenizer, and there is none ({self.tokenizer_error})")
         if isinstance(prompt, str):
@@ -132,6 +137,7 @@ class PromptReader:
             adapter=adapter,
             priority=priority,
             arrival=time.monotonic(),
+            cache_salt=cache_salt,
         )
         return request, text
 

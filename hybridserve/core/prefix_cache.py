@@ -138,6 +138,8 @@ class PrefixCache:
         limit = trail.limit(self._size)
         self._extend(trail, limit)
         nodes = trail.nodes[:limit]
+        if (void := next((place for place, node in enumerate(nodes) if node.is_void), None)) is not None:
+            del nodes[void:]
         blocks: list[int] = []
         if self._has_blocks:
             for node in nodes:
@@ -205,6 +207,7 @@ class PrefixCache:
         self.index.clock += 1
         self._count(request, match)
         first = match.num_tokens // self._size
+        trail.first_own = first
         trail.num_noted = len(match.blocks) if self._has_blocks else first
         trail.turn_from = request.num_tokens
         if not request.num_preemptions:  # nobody waits behind one that was preempted
@@ -323,7 +326,7 @@ class PrefixCache:
     def _publish(self, pending: _Pending) -> None:
         trail, first = pending.trail, pending.first_block
         # the last token drawn of a sequence that has been aborted is never known
-        num_known = min(pending.end, trail.request.num_known) // self._size
+        num_known = min(pending.end, trail.request.num_known) // self._size if trail.is_trusted else 0
         self._extend(trail, num_known)
         for place, block in enumerate(pending.blocks, start=first):
             parent = trail.nodes[place - 1] if 0 < place <= len(trail.nodes) else trail.root
@@ -361,6 +364,17 @@ class PrefixCache:
         """It loses its memory: it computes nothing any more that others could wait for."""
         if (trail := self._trails.get(request.id)) is not None:
             self._waits.stop(trail)
+
+    def distrust(self, request: Request) -> None:
+        """What it has computed is not to be used by anybody who comes."""
+        trail = self._trails.get(request.id)
+        if trail is None:
+            return
+        trail.is_trusted = False
+        for node in trail.nodes[trail.first_own :]:
+            if node.block or node.checkpoint is not None:
+                self.index.void(node)
+                return
 
     def forked(self, child: Request) -> None:
         """A request begins with what its parent has computed."""

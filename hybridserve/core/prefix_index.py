@@ -53,6 +53,7 @@ class Node:
         "block",
         "checkpoint",
         "children",
+        "is_void",
         "key",
         "last_used",
         "num_filled",
@@ -73,6 +74,7 @@ class Node:
         self.pins = 0  # 1 if somebody else holds the block, and 1 for each child that has pins
         self.last_used = 0
         self.checkpoint: Checkpoint | None = None
+        self.is_void = False  # what hangs here is not to be used
 
     @property
     def is_bare(self) -> bool:
@@ -95,6 +97,7 @@ class PrefixIndex:
         self._leaves = LazyHeap[Node](self._leaf_priority)
         self._idle = LazyHeap[Node](self.checkpoint_priority)
         self._checkpointed: dict[Node, None] = {}
+        self._num_void = 0
         self.num_evictable_blocks = 0
         self.clock = 0
         """Admissions so far."""
@@ -143,6 +146,14 @@ class PrefixIndex:
         while node.parent is not None and node.is_bare:
             del node.parent.children[node.key]
             node = node.parent
+
+    def void(self, node: Node) -> None:
+        """Nobody is to find a node any more, nor what follows it; it goes like everything else."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self._num_void += 1
+        node.is_void, node.key = True, b"void %d" % self._num_void
+        node.parent.children[node.key] = node
 
     # ---- blocks
 

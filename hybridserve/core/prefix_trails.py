@@ -46,6 +46,9 @@ class Trail:
     request: Request
     root: Node
     nodes: list[Node] = field(default_factory=list)
+    first_own: int = 0
+    """Nodes before it were there when it began."""
+    is_trusted: bool = True
     num_noted: int = 0
     """Of its blocks, those that are in the tree or will be when their step has finished."""
     cuts: list[Cut] = field(default_factory=list)

@@ -185,6 +185,11 @@ class Scheduler:
             self._finish(one, finish_reason)
         return [TokenEvent(one.id, None, finish_reason) for one in ended]
 
+    def distrust(self, request_id: str) -> None:
+        """What a request has computed is wrong: nobody else is to begin with it."""
+        if (request := self._requests.get(request_id)) is not None:
+            self.cache.prefix.distrust(request)
+
     def preempt(self, request: Request) -> None:
         """Take a running request's memory; it will compute its tokens again, as one longer prompt.
 

@@ -321,6 +321,7 @@ class EngineCore:
             self._emit(live.request, prompt_logprobs=scored)
         for request_id, token_id in sampled.items():
             if token_id < 0:
+                self.scheduler.distrust(request_id)
                 self._abort(request_id, NOT_FINITE)
         complete = self._follow_grammars(sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)

@@ -202,16 +202,17 @@ class AsyncLLM:
         adapter: str | None = None,
         priority: int = 0,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Queue a request; returns, when the engine has it, the stream of what comes of it. The caller is to
-        close that. ValueError, naming the field, for a request that can't be served, and nothing runs."""
+        close that. Only requests with the same `cache_salt` share what has been computed of prompts. ValueError, naming the field, for a request that can't be served, and nothing runs."""
         client = self._started()
         name = client.reserve(request_id)
         try:
             if isinstance(params, SamplingParams):
                 params = await self.checked(params)
             request, payload, text = await self.in_worker(
-                self._read, client.next_id(), prompt, params, adapter, priority
+                self._read, client.next_id(), prompt, params, adapter, priority, cache_salt
             )
         except BaseException:
             client.release(name)
@@ -225,11 +226,12 @@ class AsyncLLM:
         params: SamplingParams | None,
         adapter: str | None,
         priority: int,
+        cache_salt: str | None,
     ) -> tuple[EngineRequest, bytes, str | None]:
         """The request, its message and the prompt's text. What this refuses the engine never sees."""
         ready = self._ready()
         request, text = self._prompts.request(
-            engine_id, prompt, params, adapter, priority, ready.max_model_len
+            engine_id, prompt, params, adapter, priority, ready.max_model_len, cache_salt
         )
         check_length(len(request.prompt_ids), request.params, ready.max_model_len)
         check_vocabulary(request.prompt_ids, request.params, ready.vocab_size)
@@ -251,6 +253,7 @@ class AsyncLLM:
         adapter: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, given as text or token ids: yields the same output again and again as it
         grows, at most once a step, and last when it is `finished`.
@@ -258,7 +261,9 @@ class AsyncLLM:
         Leaving the iterator (`aclose`, a `break`, cancellation) aborts the request. ValueError, naming the
         field, before anything runs; EngineDead if the engine dies meanwhile.
         """
-        stream = await self.submit(prompt, params, adapter=adapter, priority=priority, request_id=request_id)
+        stream = await self.submit(
+            prompt, params, adapter=adapter, priority=priority, request_id=request_id, cache_salt=cache_salt
+        )
         output = stream.new_output()
         async with contextlib.aclosing(stream):
             async for deltas in stream:
@@ -274,11 +279,14 @@ class AsyncLLM:
         adapter: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template; otherwise
         as `generate`."""
         prompt = await self.encode_chat(messages)
-        outputs = self.generate(prompt, params, adapter=adapter, request_id=request_id, priority=priority)
+        outputs = self.generate(
+            prompt, params, adapter=adapter, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
         async with contextlib.aclosing(outputs):  # type: ignore[type-var]  # it is an asynchronous generator
             async for output in outputs:
                 yield output

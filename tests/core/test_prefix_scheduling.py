@@ -350,3 +350,24 @@ def test_integrity_sees_a_lost_waiter() -> None:
     prefix._waits._waiters.clear()
     with pytest.raises(RuntimeError, match="waits for nothing"):
         e.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_is_not_trusted_is_not_found(kind: str, depth: int) -> None:
+    """By those who come, nor by those who are here; what was there before stays good."""
+    e = engine(kind=kind, depth=depth, max_num_batched_tokens=20, max_num_seqs=1)
+    prompt = tokens(40)
+    for more in (1, 2):  # the second leaves a state where they part
+        serve(e, f"before {more}", [*prompt[:12], more, more, more, more, more])
+    e.add("wrong", prompt, max_tokens=9, ignore_eos=True)
+    e.step()
+    e.add("here", [*prompt, 1], max_tokens=2, ignore_eos=True)
+    while len(e.requests["wrong"].output_ids) < 3:
+        e.step()
+    e.scheduler.distrust("wrong")
+    e.abort("wrong")
+    assert serve(e, "again", prompt) == 36
+    assert e.requests["here"].num_cached == 12
+    e.check_outputs()
+    e.check_drained()

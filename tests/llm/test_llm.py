@@ -499,3 +499,21 @@ def test_two_engines_in_one_process(llm: LLM) -> None:
     mine, theirs = llm.stream(PROMPT, GREEDY), other.stream(PROMPT, GREEDY)
     assert "".join(a + b for a, b in zip(mine, theirs, strict=True)) != ""
     assert "".join(llm.stream(PROMPT, GREEDY)) == "".join(other.stream(PROMPT, GREEDY))
+
+
+def test_prompts_with_a_common_beginning(llm: LLM) -> None:
+    """What was computed is not computed again, the answer is the same, and a salt keeps it apart."""
+    prompt = list(range(500, 550))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    before = llm.stats()
+    outputs = [llm.generate(prompt, params, cache_salt=salt)[0] for salt in (None, None, "one", "one", "two")]
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 48, 0, 48, 0]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    after = llm.stats()
+    assert after["prefix_num_hit_tokens"] - before["prefix_num_hit_tokens"] == 96
+    assert after["num_computed_tokens"] - before["num_computed_tokens"] == 5 * 55 - 96
+    kinds = ("kv_live", "kv_cached", "state_live", "checkpoints", "fragmented", "free")
+    assert sum(after[f"cache_bytes_{kind}"] for kind in kinds) == after["cache_num_usable_bytes"]
+    assert list(llm.stream(prompt, params, cache_salt="three"))
+    with pytest.raises(ValueError, match="cache_salt"):
+        llm.generate(prompt, params, cache_salt=7)
