@@ -79,11 +79,10 @@ class LLM:
         results are in the prompts' order.
 
         `params`, `adapter` (a name; None is the base model) and `priority` are one for all, or a list with
-        one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. Only requests with
-        the same `cache_salt` share what has been computed of prompts. `progress` shows
-        a bar on standard error; by default for more than one prompt on a terminal. `watch` is called with the
-        index of a prompt and a piece of its text as pieces come. ValueError, naming the field, before
-        anything runs.
+        one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. Only requests
+        with the same `cache_salt` share what has been computed of prompts. `progress` shows a bar on standard
+        error; by default for more than one prompt on a terminal. `watch` is called with the index of a prompt
+        and a piece of its text as pieces come. ValueError, naming the field, before anything runs.
         """
         many = as_prompts(prompts)
         columns = zip(

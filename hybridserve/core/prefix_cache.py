@@ -136,10 +136,12 @@ class PrefixCache:
         if trail is None or request.params.prompt_logprobs is not None:
             return Match()
         limit = trail.limit(self._size)
+        void = next((place for place, node in enumerate(trail.nodes) if node.is_void), None)
+        if void is not None:  # from there on it needs nodes that others will find
+            self.index.leave(trail.nodes[void:])
+            del trail.nodes[void:]
         self._extend(trail, limit)
         nodes = trail.nodes[:limit]
-        if (void := next((place for place, node in enumerate(nodes) if node.is_void), None)) is not None:
-            del nodes[void:]
         blocks: list[int] = []
         if self._has_blocks:
             for node in nodes:

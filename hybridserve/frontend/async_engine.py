@@ -205,7 +205,8 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> RequestStream:
         """Queue a request; returns, when the engine has it, the stream of what comes of it. The caller is to
-        close that. Only requests with the same `cache_salt` share what has been computed of prompts. ValueError, naming the field, for a request that can't be served, and nothing runs."""
+        close that. Only requests with the same `cache_salt` share what has been computed of prompts.
+        ValueError, naming the field, for a request that can't be served, and nothing runs."""
         client = self._started()
         name = client.reserve(request_id)
         try:
