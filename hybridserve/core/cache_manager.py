@@ -3,6 +3,7 @@ flight; does not know budgets or policies."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -179,7 +180,8 @@ class CacheManager:
     ) -> tuple[UnitCopy, ...]:
         """A step is planned: the states that it saves. `promised`: blocks that the running sequences lack for
         what is known of them; a checkpoint takes none of their room."""
-        return self.prefix.save(step_id, None if is_starved else lambda: self._has_slab_for(promised()))
+        once = functools.cache(promised)  # O(running), and few steps need it
+        return self.prefix.save(step_id, None if is_starved else lambda: self._has_slab_for(once()))
 
     def _has_slab_for(self, num_promised: int) -> bool:
         """Whether one more slot would fit beside the promised blocks; what is useless makes room for it."""
