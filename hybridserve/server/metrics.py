@@ -53,7 +53,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_waiting": ("num_waiting", "sequences in the queue"),
     "kv_cache_usage_perc": (
         "cache_utilisation",
-        "share of the arena that blocks and slots in use take, 0 to 1",
+        "share of the arena that sequences hold, 0 to 1; what is only kept for later prompts is not counted",
     ),
     "kv_blocks_used": ("cache_num_blocks", "blocks of KV in use"),
     "state_slots_used": ("cache_num_slots", "slots of recurrent state in use"),
