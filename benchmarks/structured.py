@@ -77,7 +77,10 @@ def trained(vocab_size: int) -> Path:
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        backend.train([str(path) for path in Path(sysconfig.get_path("stdlib")).glob("**/*.py")], trainer)
+        library = Path(sysconfig.get_path("stdlib"))
+        left_out = {"site-packages", "test", "tests"}  # differ from place to place, or are no text
+        files = [path for path in library.glob("**/*.py") if left_out.isdisjoint(path.parts)]
+        backend.train(sorted(map(str, files)), trainer)
         backend.save(str(file))
     return file
 

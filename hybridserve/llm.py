@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.engine.alternatives import make_plan_or_suggest
 from hybridserve.engine.core import EngineCore
-from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.models.hub import resolve_model
 from hybridserve.outputs import OutputProcessor, RequestOutput, StreamAborted
 from hybridserve.prompts import Message, Prompt, PromptReader, as_prompts, config_of, one_each
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.engine.messages import AdapterInfo, EngineRequest
+    from hybridserve.engine.plan import EnginePlan
     from hybridserve.engine.stats import EngineStats
     from hybridserve.text import Tokenizer
 
@@ -47,7 +48,7 @@ class LLM:
     ) -> None:
         self.config = config_of(model, config, options)
         path = resolve_model(self.config.model)
-        self.plan: EnginePlan = make_plan(self.config, path)
+        self.plan: EnginePlan = make_plan_or_suggest(self.config, path)
         self._prompts = PromptReader.load(self.config, path)
         self._core = EngineCore.create(self.config, self.plan, path)
         self._interrupts = self._core.interrupts

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.grammar.checker import GrammarChecker
+    from hybridserve.text import Tools
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -75,10 +76,16 @@ class PromptReader:
             raise ValueError(f"{field}: {self.tokenizer_error}; give prompts as token ids instead")
         return self.tokenizer
 
-    def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """The token ids of a conversation."""
         tokenizer = self.text("messages")
-        return tokenizer.chat_ids(messages, add_generation_prompt=add_generation_prompt)
+        return tokenizer.chat_ids(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
         """The parameters to use, with structured outputs that can be enforced: it may take seconds to find

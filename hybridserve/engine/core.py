@@ -242,7 +242,8 @@ class EngineCore:
     def gauges(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
         was used to its counters."""
-        return {**self.stats.gauges(self.scheduler), **self.adapters.gauges()}
+        gauges = self.stats.gauges(self.scheduler)
+        return {**gauges, **self._grammars.gauges(), **self.adapters.gauges()}
 
     def unfinished(self) -> Iterator[tuple[Request, float]]:
         """Every sequence that has not finished, and when it arrived (monotonic seconds); the oldest first."""
@@ -322,6 +323,7 @@ class EngineCore:
         for request_id, token_id in sampled.items():
             if token_id < 0:
                 self.scheduler.distrust(request_id)
+                self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
                 self._abort(request_id, NOT_FINITE)
         complete = self._follow_grammars(sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)

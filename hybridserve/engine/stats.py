@@ -23,6 +23,8 @@ class EngineStats:
     num_finished_sequences: int = 0
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
+    num_not_finite: int = 0
+    """Sequences that ended since their logits held NaN or infinity."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("schedule", "build", "forward", "sample", "update"), 0.0)
     )
@@ -37,6 +39,7 @@ class EngineStats:
             "num_finished_sequences": self.num_finished_sequences,
             "num_computed_tokens": self.num_computed_tokens,
             "num_generated_tokens": self.num_generated_tokens,
+            "num_not_finite": self.num_not_finite,
             "num_preemptions": scheduler.counters.num_preemptions,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,

@@ -24,7 +24,7 @@ from hybridserve.models.hub import resolve_model
 from hybridserve.prompts import PromptReader, config_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hybridserve.frontend.streams import RequestStream
     from hybridserve.outputs import RequestOutput
     from hybridserve.prompts import Message, Prompt
-    from hybridserve.text import Tokenizer
+    from hybridserve.text import Tokenizer, Tools
 
 T = TypeVar("T")
 
@@ -203,10 +203,13 @@ class AsyncLLM:
         priority: int = 0,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        shown_ids: Collection[int] = (),
     ) -> RequestStream:
         """Queue a request; returns, when the engine has it, the stream of what comes of it. The caller is to
-        close that. Only requests with the same `cache_salt` share what has been computed of prompts.
-        ValueError, naming the field, for a request that can't be served, and nothing runs."""
+        close that. ValueError, naming the field, for a request that can't be served, and nothing runs.
+
+        `shown_ids`: special tokens that are part of the text, as no others are. Only requests with the same
+        `cache_salt` share what has been computed of prompts."""
         client = self._started()
         name = client.reserve(request_id)
         try:
@@ -218,7 +221,7 @@ class AsyncLLM:
         except BaseException:
             client.release(name)
             raise
-        return await client.submit(name, request, payload, text)
+        return await client.submit(name, request, payload, text, shown_ids)
 
     def _read(
         self,
@@ -305,11 +308,16 @@ class AsyncLLM:
         return await self.in_worker(partial(encode, text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
     ) -> list[int]:
-        """The token ids of a conversation. ValueError for one that the chat template refuses."""
-        encode = self._prompts.chat_ids
-        return await self.in_worker(partial(encode, messages, add_generation_prompt=add_generation_prompt))
+        """The token ids of a conversation, and of what the model is told of tools. ValueError for what the
+        chat template refuses."""
+        encode = partial(self._prompts.chat_ids, add_generation_prompt=add_generation_prompt, tools=tools)
+        return await self.in_worker(encode, messages)
 
     async def decode(self, token_ids: Iterable[int]) -> str:
         return await self.in_worker(self._prompts.text("prompt").decode, token_ids)

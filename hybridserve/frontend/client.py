@@ -17,7 +17,7 @@ from hybridserve.frontend.streams import RequestStream
 from hybridserve.outputs import OutputProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
@@ -137,15 +137,21 @@ class EngineClient:
         return str(next(self._ids))
 
     async def submit(
-        self, name: str, request: EngineRequest, payload: bytes, prompt: str | None
+        self,
+        name: str,
+        request: EngineRequest,
+        payload: bytes,
+        prompt: str | None,
+        shown_ids: Collection[int] = (),
     ) -> RequestStream:
         """Send a request (`payload` is its message), and wait until the engine has queued it. ValueError
-        where it refuses. Cancelling this aborts the request."""
+        where it refuses. Cancelling this aborts the request. `shown_ids`: special tokens that are part of its
+        text."""
         if self.error is not None:
             raise self.error.copy()
         stream = RequestStream(name, request, prompt, self._abandon)
         self._names[name] = self._streams[stream.engine_id] = stream
-        self._processor.add(request)
+        self._processor.add(request, shown_ids)
         self.process.send(payload)
         if name in self._aborted:
             self.abort(name)

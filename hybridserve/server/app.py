@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hybridserve.server.service import Service
 
 REFERENCE = "#/components/schemas/{name}"
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""FastAPI's own would tell of more than `tracing` does: exceptions' messages, for one."""
 _ALWAYS = (400, 401, 403, 408, 413, 415, 431, 500, 503)
 
 
@@ -91,6 +93,7 @@ def create_app(service: Service) -> Gate:
         redoc_url=None,
         openapi_url="/openapi.json",
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
     )
     for route in _ROUTES:
         app.add_api_route(
@@ -111,7 +114,7 @@ def create_app(service: Service) -> Gate:
     served = {getattr(route, "path", "") for route in app.routes}
     if served != ROUTES.keys():
         raise RuntimeError(f"security.ROUTES and what is served differ: {sorted(served ^ ROUTES.keys())}")
-    return Gate(app, Policy(service.config), service.metrics)
+    return Gate(app, Policy(service.config), service.metrics, service.spans)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -128,12 +131,27 @@ def _reference(kind: type[BaseModel] | type[msgspec.Struct]) -> dict[str, Any]:
     return {"schema": {"$ref": REFERENCE.format(name=kind.__name__)}}
 
 
+def _event(piece: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of a stream: each holds JSON, but for the last, which is [DONE]. Before OpenAPI 3.2, a schema of
+    server-sent events is understood as that of one."""
+    kinds: list[type[msgspec.Struct]] = [piece, ErrorBody]
+    data = [
+        {"contentMediaType": "application/json", "contentSchema": _reference(kind)["schema"]}
+        for kind in kinds
+    ]
+    return {
+        "type": "object",
+        "properties": {"data": {"type": "string", "anyOf": [*data, {"const": "[DONE]"}]}},
+        "required": ["data"],
+    }
+
+
 def _responses(route: _Route) -> dict[int | str, dict[str, Any]]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if route.answer is not None:
         content = {"application/json": _reference(route.answer)}
     if route.piece is not None:
-        content["text/event-stream"] = _reference(route.piece)
+        content["text/event-stream"] = {"schema": _event(route.piece)}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "Done", "content": content}}
     problem = {"application/json": _reference(ErrorBody)}
     for status in sorted({*_ALWAYS, *route.errors}):
@@ -179,4 +197,15 @@ def _schemas() -> dict[str, Any]:
     )
     answers = {kind for route in _ROUTES for kind in (route.answer, route.piece) if kind is not None}
     _, shapes = msgspec.json.schema_components([*answers, ErrorBody], ref_template=REFERENCE)
+    for body in bodies:
+        _allow_null(described["$defs"][body.__name__])
     return {**shapes, **described["$defs"]}
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Of a body: null means that a field was not given."""
+    for name, field in schema["properties"].items():
+        if name in schema.get("required", ()) or {"type": "null"} in field.get("anyOf", ()):
+            continue
+        about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+        schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **about}

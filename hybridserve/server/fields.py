@@ -78,8 +78,8 @@ REFUSED: Mapping[str, str] = {
     "spaces_between_special_tokens": "special tokens are never part of the text; see return_token_ids",
     "stop_regex": "is not supported; stop is",
     "suffix": "is not supported",
-    "tool_choice": "is not supported",
-    "tools": "is not supported",
+    "tool_choice": "is for /v1/chat/completions",
+    "tools": "is for /v1/chat/completions",
     "use_beam_search": "is not supported",
     "verbosity": "is not supported",
     "web_search_options": "is not supported",
@@ -89,9 +89,12 @@ REFUSED: Mapping[str, str] = {
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def read_fields(model: type[Body], fields: Mapping[str, Any]) -> tuple[Body, list[str]]:
+def read_fields(
+    model: type[Body], fields: Mapping[str, Any], *, refuse_unknown: bool = True
+) -> tuple[Body, list[str]]:
     """A request, and the names of the fields that were accepted without effect. Raises ApiError 400 for the
-    first field that is refused."""
+    first field that is refused; without `refuse_unknown`, those that nobody knows are not, and their names
+    are made harmless."""
     known = model.model_fields
     kept: dict[str, Any] = {}
     ignored: list[str] = []
@@ -104,6 +107,8 @@ def read_fields(model: type[Body], fields: Mapping[str, Any]) -> tuple[Body, lis
         elif name in REFUSED or name in WITHOUT_EFFECT:
             if value is not None and not _is_without_effect(name, value):
                 raise bad_request(name, REFUSED.get(name, "is not supported"), "unsupported_field")
+        elif not refuse_unknown:
+            ignored.append(shown(name))
         else:
             near = nearest(name[:100], known)
             hint = f"did you mean {near}?" if near else "docs/server.md lists the fields that are"

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGE_ANSWER = 64 * 1024
+"""Characters from which an answer is made in a worker thread."""
 FAREWELL_SECONDS = 5.0
 """For a client to take the last words of a stream that failed."""
 
@@ -45,6 +47,8 @@ class Job:
     prompt_ids: list[int]
     text: str | None
     params: SamplingParams
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of what is generated."""
     num_generated: int = 0
     last_times: dict[int, float] = field(default_factory=dict)
     """Index of a continuation that goes on -> when its last piece came (monotonic seconds)."""
@@ -121,7 +125,11 @@ class Generation:
         async def submit(index: int, job: Job) -> None:
             job.num_running = job.params.n
             streams[index] = await service.engine.submit(
-                job.prompt_ids, job.params, adapter=self.adapter, priority=self.priority
+                job.prompt_ids,
+                job.params,
+                adapter=self.adapter,
+                priority=self.priority,
+                shown_ids=job.shown_ids,
             )
             service.metrics.start(len(job.prompt_ids), job.params.n, job.params.max_tokens)
 
@@ -144,7 +152,12 @@ class Generation:
             async for step in steps:
                 for index, delta in step:
                     outputs[index].add(delta)
-        await send_json(send, 200, self.answer.whole(self.jobs, outputs), self.headers)
+        size = sum(len(part.text) for output in outputs for part in output.outputs)
+        if size < LARGE_ANSWER:
+            answer = self.answer.whole(self.jobs, outputs)
+        else:
+            answer = await service.engine.in_worker(self.answer.whole, self.jobs, outputs)
+        await send_json(send, 200, answer, self.headers)
 
     async def _stream(self, service: Service, streams: list[RequestStream], events: EventStream) -> None:
         await events.start()

@@ -6,11 +6,16 @@ harmless.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
+import time
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LogFormat = Literal["text", "json"]
 _CONTROLS = {code: f"\\x{code:02x}" for code in [*range(32), 127, *range(128, 160)] if code != 10}
@@ -20,8 +25,8 @@ class _Text(logging.Formatter):
     """Time, level, message. A record of several lines (the plan, a traceback) is the program's own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:12]
-        text = f"{time} {record.levelname:<7} {record.getMessage()}".translate(_CONTROLS)
+        moment = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:12]
+        text = f"{moment} {record.levelname:<7} {record.getMessage()}".translate(_CONTROLS)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
@@ -36,6 +41,14 @@ class _Json(logging.Formatter):
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A part of starting up, and how long it took."""
+    begin = time.perf_counter()
+    yield
+    logging.getLogger(__name__).info("%s: %.2f s", name, time.perf_counter() - begin)
 
 
 def set_up_logging(log_format: LogFormat, *, verbose: bool) -> None:

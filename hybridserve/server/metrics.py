@@ -20,6 +20,7 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 
+from hybridserve.server import tracing
 from hybridserve.server.security import ROUTES
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "state_slots_used": ("cache_num_slots", "slots of recurrent state in use"),
     "kv_blocks_cached": ("cache_num_cached_blocks", "of them, blocks that are only kept for later prompts"),
     "state_checkpoints": ("cache_num_checkpoints", "slots that keep a state for later prompts"),
+    "grammars_cached": ("num_cached_grammars", "grammars that are kept compiled"),
+    "grammars_cached_bytes": ("cached_grammar_bytes", "length of their descriptions"),
+    "num_requests_waiting_for_grammar": ("num_waiting_for_grammar", "requests whose grammar is compiled now"),
     "adapters": ("num_adapters", "adapters that may be named"),
     "adapter_slots_used": ("num_adapters_on_device", "adapters on the device"),
     "adapters_on_host": ("num_adapters_on_host", "adapters in host memory"),
@@ -74,12 +78,23 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_queries": ("prefix_num_queried_tokens", "prompt tokens that were looked for"),
     "prefix_cache_hits": ("prefix_num_hit_tokens", "prompt tokens that need not be computed again"),
     "prefix_waits": ("prefix_num_waits", "requests that waited for what another was computing"),
+    "nonfinite_logits": ("num_not_finite", "sequences that ended as their logits held NaN or infinity"),
+    "grammar_compiles": ("num_compiled_grammars", "grammars that were compiled"),
+    "grammar_compile_failures": ("num_failed_grammars", "grammars that could not be"),
+    "grammar_compile_seconds": ("grammar_compile_seconds", "time that compiling took"),
+    "grammar_cache_hits": ("num_grammar_hits", "requests whose grammar was compiled before"),
     "adapter_loads": ("num_adapter_loads", "adapters that were brought to the device"),
     "adapter_load_failures": ("num_failed_adapter_loads", "adapters that could not be"),
     "adapter_evictions": ("num_adapter_evictions", "adapters that made room for others"),
     "adapter_load_seconds": ("adapter_load_seconds", "time that loads of adapters took"),
 }
 """Name -> (the engine's name, help)."""
+_SERVER_GAUGES: Mapping[str, str] = {
+    "ready": "whether requests are served",
+    "start_time_seconds": "when the server started, in seconds since 1970",
+    "server_sequences": "sequences that were accepted and have not ended",
+    "server_sequences_max": "the most that are accepted: max_queue and max_num_seqs",
+}
 _PHASES = ("schedule", "build", "forward", "sample", "update")
 
 
@@ -132,11 +147,15 @@ class ServerMetrics:
         self._observe("request_prompt_tokens", num_prompt_tokens)
         self._observe("request_params_n", n)
         self._observe("request_params_max_tokens", max_tokens)
+        if (span := tracing.current.get()) is not None:
+            span.start(num_prompt_tokens, n, max_tokens)
 
     def finish_sequences(self, reason: str, count: int) -> None:
         """stop, length, abort (its client left, or the deadline passed), error, or refused by the engine."""
         if count:
             self._finished[reason] += count
+            if (span := tracing.current.get()) is not None:
+                span.finish_sequences(reason)
 
     def corrupt(self) -> None:
         """The engine gave a sequence up."""
@@ -153,6 +172,8 @@ class ServerMetrics:
             self._observe("request_decode_time_seconds", times.finished - times.first_token)
             if times.first_scheduled is not None:
                 self._observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
+        if (span := tracing.current.get()) is not None:
+            span.finish(times, num_generated)
 
     def total(self, name: str) -> tuple[int, float]:
         """How often something was measured, and the sum."""
@@ -167,13 +188,25 @@ class ServerMetrics:
         plan: Mapping[str, Any] | None,
         max_loras: int,
         step_seconds: float,
+        gauges: Mapping[str, float],
+        startup: Mapping[str, float],
     ) -> bytes:
-        """The page. `stats` None: the engine can't be asked now, and its numbers are left out."""
+        """The page. `stats` None: the engine can't be asked now, and its numbers are left out. `gauges` are
+        the server's, `startup` the seconds of each part of starting up."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families([*self._own(), *_of_engine(stats, plan, max_loras, step_seconds)]))
+        families = [*self._own(gauges, startup), *_of_engine(stats, plan, max_loras, step_seconds)]
+        registry.register(_Families(families))
         return generate_latest(registry)
 
-    def _own(self) -> Iterator[Metric]:
+    def _own(self, gauges: Mapping[str, float], startup: Mapping[str, float]) -> Iterator[Metric]:
+        for name, about in _SERVER_GAUGES.items():
+            yield _gauge(name, about, gauges[name])
+        phases = GaugeMetricFamily(
+            "hybridserve_startup_seconds", "how long each part of starting up took", labels=["phase"]
+        )
+        for phase, seconds in startup.items():
+            phases.add_metric([phase], seconds)
+        yield phases
         for name, (about, _) in _HISTOGRAMS.items():
             yield self._histograms[name].family(f"hybridserve_{name}", about)
         yield _counter("prompt_tokens", "tokens of prompts that the engine took", self._num_prompt_tokens)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from hybridserve.core.request import SamplingParams
 from hybridserve.server.errors import ApiError, bad_request, from_value_error
 from hybridserve.server.structured import ResponseFormat, Structured
+from hybridserve.server.tools import CalledTool, ToolChoice, Tools, ToolUse, check_tools, read_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -259,15 +260,24 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is needed; only an assistant may say nothing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for an assistant")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        return {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(_Sampling):
@@ -277,6 +287,9 @@ class ChatRequest(_Sampling):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = Field(
         default=True, description="end the prompt where an assistant's answer begins"
     )
@@ -286,11 +299,41 @@ class ChatRequest(_Sampling):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def asked_name(self) -> str:
+        """Which of the two names a client used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def tool_use(self) -> ToolUse | None:
+        choice = read_choice(self.tool_choice, self.tools)
+        return ToolUse.of(self.tools, choice, self.parallel_tool_calls is not False)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Fields that are accepted, but that nothing here depends on."""
+        use, ignored = self.tool_use, []
+        if self.parallel_tool_calls is not None and use is None:
+            ignored.append("parallel_tool_calls")
+        if not (use and use.must_call) and any(tool.function.strict for tool in self.tools):
+            ignored.append("tools.strict")
+        return ignored
+
     def check(self, limits: LimitsConfig) -> None:
         self._check(limits)
+        check_tools(self.tools, limits)
+        use, wanted = self.tool_use, self._structured()
+        if use is not None and wanted is not None and (use.must_call or wanted.kind != "json"):
+            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            reason = (
+                "tool_choice says that the answer is a call"
+                if use.must_call
+                else "only JSON can be asked for"
+            )
+            raise bad_request(name, f"can't be used beside these tools: {reason}")
         check_logprobs("top_logprobs", self.top_logprobs, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs", "needs logprobs: true")
@@ -299,7 +342,7 @@ class ChatRequest(_Sampling):
 
     def params(self, max_tokens: int) -> SamplingParams:
         return self._params(
-            {"logprobs": "top_logprobs"},
+            {"logprobs": "top_logprobs", "max_tokens": self.asked_name},
             max_tokens=max_tokens,
             n=self.n,
             logprobs=self.num_logprobs,
@@ -313,6 +356,7 @@ class TokenizeRequest(_Body):
     model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools = Field(default_factory=list)
     add_special_tokens: bool = Field(default=True, description="as for a prompt of /v1/completions")
     add_generation_prompt: bool = Field(default=True, description="as for /v1/chat/completions")
     return_token_strs: bool = False
@@ -321,6 +365,8 @@ class TokenizeRequest(_Body):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("one of prompt and messages is needed")
+        if self.tools and self.messages is None:
+            raise ValueError("tools are for messages")
         return self
 
 

@@ -20,6 +20,7 @@ from hybridserve.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from hybridserve.server.tools import check_tools
 from hybridserve.server.wire import (
     Health,
     LoadedAdapter,
@@ -57,6 +58,7 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
     service.check_ready()
     service.check_room()
     body = await exchange.read(ChatRequest)
+    exchange.ignore(body.without_effect)
     generation = await chat.prepare(service, body, exchange.response_headers)
     await generation.run(service, exchange.receive, exchange.send)
 
@@ -79,7 +81,13 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     body = await exchange.read(TokenizeRequest)
     tokenizer = _tokenizer(service)
     if body.messages is not None:
-        ids = await encode_chat(service, body.messages, add_generation_prompt=body.add_generation_prompt)
+        check_tools(body.tools, service.config.limits)
+        ids = await encode_chat(
+            service,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            tools=[tool.for_template() for tool in body.tools],
+        )
     else:
         ids = await encode_text(service, "prompt", body.prompt or "", body.add_special_tokens)
     texts = [tokenizer.decode_token(token_id) for token_id in ids] if body.return_token_strs else UNSET
@@ -156,6 +164,9 @@ def _of_adapters(message: str, unknown: int) -> ApiError:
         renamed = message.replace("adapter: ", "lora_name: ", 1)
         code = "adapter_not_found" if unknown == 404 else "bad_adapter"
         return ApiError(unknown, renamed, param="lora_name", code=code)
+    if message.startswith(("path: ", "/")):  # what was asked for, or a file of it
+        renamed = "lora_path: " + message.removeprefix("path: ")
+        return ApiError(400, renamed, param="lora_path", code="bad_adapter")
     return ApiError(400, message, code="bad_adapter")
 
 

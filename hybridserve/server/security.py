@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import ipaddress
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from hybridserve.server.errors import ApiError
 from hybridserve.server.playground.files import FILES
@@ -135,10 +134,8 @@ class Policy:
         origin = headers.get(b"origin")
         if origin is None or self.allowed_origin(headers) is not None:
             return
-        if (
-            urlsplit(origin.decode("latin-1")).netloc.lower()
-            != headers.get(b"host", b"").decode("latin-1").lower()
-        ):
+        host = headers.get(b"host", b"").lower()
+        if origin.lower() not in (b"http://" + host, b"https://" + host):
             raise ApiError(
                 403, "the Origin header names none of server.cors_origins", code="origin_not_allowed"
             )

@@ -90,7 +90,7 @@ def test_a_rank_that_dies_while_nothing_runs(model: Callable[[str], Path]) -> No
         time.sleep(0.2)
         error, seconds = run_until_failure(core)
         assert "was ended by SIGTERM" in str(error)
-        assert seconds < 0.5
+        assert seconds < 5
 
 
 def test_a_rank_that_stops_responding(model: Callable[[str], Path]) -> None:

@@ -197,15 +197,20 @@ def test_aborted_results_of_a_file_are_written_and_counted(aborting, capsys, tmp
     assert [line for line in shown.err.splitlines() if line.startswith("hybridserve")] == [said]
 
 
-def test_a_fault_in_a_stream_is_not_taken_for_its_end(monkeypatch):
+def test_a_fault_in_a_stream_is_not_taken_for_its_end(monkeypatch, capsys):
     from hybridserve.llm import LLM
 
     def stream(llm, prompt, params, **options):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(LLM, "stream", stream)
-    with pytest.raises(RuntimeError, match="a fault of ours"):
+    with pytest.raises(SystemExit) as status:
         main(["generate", "demo", "--prompt", "x"])
+    shown = capsys.readouterr()
+    assert (status.value.code, shown.out) == (1, "")
+    assert shown.err.endswith(
+        "hybridserve: generate failed; --verbose shows where\n    RuntimeError: a fault of ours\n"
+    )
 
 
 def test_a_text_that_looks_like_an_option_stays_as_it_is(monkeypatch, capsys):
@@ -321,7 +326,7 @@ def script(*arguments: str) -> str:
     [
         "hybridserve.cli",
         "argparse",
-        "hybridserve.config.loader",
+        "hybridserve.config.keys",
         "torch",
         "hybridserve.engine.planner",
         "hybridserve.kernels.pointwise",  # late, by the planner

@@ -487,7 +487,8 @@ def test_b038_b039_unloading_what_is_in_use(llm: LLM, roots: Path, call: Any) ->
             await asyncio.sleep(0.005)
         begin = time.monotonic()
         assert not await engine.unload_adapter("other")
-        assert time.monotonic() - begin < 1.0
+        assert time.monotonic() - begin < 10
+        assert not task.done()
         assert {each.state for each in await engine.list_adapters() if each.name == "other"} == {"draining"}
         output = await task
         assert [each.name for each in await engine.list_adapters() if each.name == "other"] == []

@@ -526,7 +526,7 @@ def test_l050_references_return_whatever_the_end(kit: Kit, how: str, delay: int)
     assert engine.info("A").num_refs == 0
     begin = time.monotonic()
     assert engine.unload("A")
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 10
     assert engine.held_bytes == (0, 0, 0)
     engine.load("A", kit.adapter("A"))
 

@@ -239,7 +239,7 @@ def test_s008_a_template_that_never_ends(tmp_path, name):
             waits.append(time.monotonic() - asked)
         answer = await call.answer()
         assert (answer.status, answer.error["param"]) == (400, "messages"), answer.body
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 20
         assert sorted(waits)[len(waits) * 9 // 10] < 0.25, "the event loop waited"
 
     before = peak_bytes()

@@ -162,7 +162,7 @@ def test_the_deadline_of_a_request(stream):
     async def scenario(client: Client) -> None:
         begin = time.monotonic()
         answer = await ask(client, stream=stream).answer()
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
         if stream:
             assert answer.status == 200
             *pieces, last, _ = answer.events

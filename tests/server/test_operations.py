@@ -94,13 +94,16 @@ def test_adapters_come_and_go():
 def test_b040_adapters_that_are_refused():
     async def scenario(client: Client) -> None:
         body = {"lora_name": "law", "lora_path": "x"}
-        for reason, status in [
-            ("/a/b/adapter_config.json: is not JSON", 400),
-            ("lora.allow_runtime_loading: is off, so loading is refused", 403),
+        for reason, status, param, prefix in [
+            ("/a/b/adapter_config.json: is not JSON", 400, "lora_path", "lora_path: "),
+            ("path: 'x' is not under one of lora.roots", 400, "lora_path", "lora_"),
+            ("adapter: 'law' is a name of the base model", 400, "lora_name", "lora_name: "),
+            ("lora.allow_runtime_loading: is off, so loading is refused", 403, None, ""),
         ]:
             client.engine.fake.refuse_adapters = reason
             answer = await client.post("/v1/load_lora_adapter", body)
-            assert (answer.status, answer.error["message"]) == (status, reason)
+            assert (answer.status, answer.error["param"]) == (status, param)
+            assert answer.error["message"] == prefix + reason.removeprefix("adapter: ")
         for fields in (
             {},
             {"lora_name": "a"},

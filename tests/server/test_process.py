@@ -15,100 +15,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from tests.harness.processes import end, is_running, wait_until
+from tests.harness.serve_process import ROOT, Server, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[2]
 KEY = "sk-of-a-user"
 SECRET = "xylophone-secret"
-
-
-class Server:
-    """A process that serves; its log is read as it is written."""
-
-    def __init__(self, *arguments: str, file: Path | None = None) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "hybridserve",
-            "serve",
-            str(file or "demo"),
-            "--port",
-            "0",
-            *arguments,
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-        self.log: list[str] = []
-        self.port = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line.rstrip("\n"))
-            if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(match[1])
-
-    def wait_listening(self) -> None:
-        assert wait_until(lambda: self.port != 0 or self.process.poll() is not None, 60), self.log
-        assert self.port, self.log
-
-    def wait_ready(self) -> None:
-        self.wait_listening()
-        assert wait_until(lambda: self.get("/health/ready")[0] == 200 or self.process.poll() is not None, 90)
-        assert self.process.poll() is None, self.log
-
-    @property
-    def engine_pid(self) -> int:
-        """Of the engine's process: our child's only child."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
-
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"connection": "close", **headers})
-        return connection.getresponse()
-
-    def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        try:
-            response = self.request("GET", path, **headers)
-            return response.status, response.read()
-        except OSError:
-            return 0, b""
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        response = self.request("POST", path, body, **headers)
-        return response.status, json.loads(response.read())
-
-    def wait_exit(self, seconds: float = 30) -> int:
-        status = self.process.wait(seconds)
-        self._reader.join(5)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return status
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-
-@contextlib.contextmanager
-def server(*arguments: str, ready: bool = True, file: Path | None = None) -> Iterator[Server]:
-    one = Server(*arguments, file=file)
-    try:
-        if ready:
-            one.wait_ready()
-        yield one
-    finally:
-        one.process.kill()
-        one.wait_exit()
 
 
 @pytest.fixture(scope="module")
@@ -432,5 +348,7 @@ def test_a_port_that_is_taken():
             timeout=60,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert f"127.0.0.1:{one.port}: Address already in use" in done.stderr
+        *log, said = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert f"127.0.0.1:{one.port}: Address already in use" in said
+        assert all(" INFO " in line for line in log)

@@ -192,7 +192,10 @@ def test_s024_hosts_that_were_listed():
     serving(anywhere, server={"host": "0.0.0.0", "api_keys": [USER]})
 
 
-ORIGINS = ("http://evil.example", "null", "", "http://localhost:9000", "file://", "x")
+ORIGINS = (
+    *("http://evil.example", "null", "", "http://localhost:9000", "file://", "x", "ftp://localhost:8000"),
+    *("http://[::1", "http://[not an address]", "http://localhost:8000/", "http://a@localhost:8000"),
+)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
@@ -208,6 +211,22 @@ def test_s024_pages_of_other_origins_change_nothing(method):
         assert len(client.engine.fake.received) == 1, "the engine was asked"
 
     serving(scenario)
+
+
+def test_a_fault_of_the_gate_is_an_error_like_any_other(monkeypatch, caplog):
+    async def scenario(client: Client) -> None:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("xylophone")
+
+        monkeypatch.setattr(security.Policy, "check", fail)
+        answer = await client.get("/health")
+        assert (answer.status, answer.error["type"]) == (500, "server_error")
+        assert "x-request-id" in answer.headers
+
+    with caplog.at_level(logging.INFO):
+        serving(scenario)
+    assert "ZeroDivisionError in fail" in caplog.text
+    assert "xylophone" not in caplog.text
 
 
 def test_s024_no_cors_by_default():
