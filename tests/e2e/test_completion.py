@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.required import need
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {
     "torch",
@@ -71,8 +73,7 @@ def folder(tmp_path: Path) -> Path:
 def shell(name: str, script: str, folder: Path, *arguments: str) -> list[str]:
     """What it prints, line by line."""
     path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"there is no {name} here")
+    need(path is not None, f"there is no {name} here")
     clean = {"bash": ["--norc", "--noprofile"], "fish": ["--no-config"], "zsh": ["-f"]}[name]
     dashes = [] if name == "fish" else [name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
