@@ -1,5 +1,5 @@
-"""Settings for all tests: a machine that is busy with something else must not fail a property test, nor a shell
-that starts the suite in the background one that sends Ctrl-C.
+"""Settings for all tests: neither a machine that is busy with something else, nor a shell that starts them in
+the background, may fail one.
 """
 
 import signal
