@@ -91,6 +91,7 @@ _ROUTES = (
     _Route("/metrics", routes.metrics),
     _Route("/playground/state", playground_state, answer=PlaygroundState),
 )
+_HEADS = frozenset(route.path for route in _ROUTES if route.has_head)
 
 
 def create_app(service: Service) -> Gate:
@@ -135,6 +136,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     """Of the router: no such path or method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if status == 405 and request.scope["path"] in _HEADS:  # two routes, of which the router names one
+        headers["Allow"] = "GET, HEAD"
     return Response(of_status(status).body, status, headers, "application/json")
 
 

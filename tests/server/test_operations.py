@@ -268,3 +268,12 @@ def test_the_openapi_document_has_every_route():
         assert "anyOf" in sampling["stop"]
 
     serving(scenario)
+
+
+def test_what_may_be_done_with_a_path_that_has_a_head():
+    async def scenario(client: Client) -> None:
+        for path, allowed in (("/health", "GET, HEAD"), ("/v1/models", "GET, HEAD"), ("/version", "GET")):
+            answer = await client.call("OPTIONS", path)
+            assert (answer.status, answer.headers["allow"]) == (405, allowed)
+
+    serving(scenario)
