@@ -7,6 +7,7 @@ command does. Brings no schema of the configuration, whose keys are listed in a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from dataclasses import fields
@@ -79,13 +80,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = _chosen(parser, arguments)
     if is_completing:
         answer(parser, chosen, {CONFIG + key.name: key.choices for key in known_keys().values()})
+    _check_options(chosen, arguments)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        names = [name[2:] for action in chosen._actions for name in action.option_strings if name[:2] == "--"]
-        near = nearest(unknown[0][2:].partition("=")[0], names) if unknown[0][:2] == "--" else None
-        hint = f"did you mean --{near}?" if near else f"see {chosen.prog} --help"
-        chosen.error(f"unknown argument {unknown[0]!r}; {hint}")
+        chosen.error(f"unknown argument {unknown[0]!r}; see {chosen.prog} --help")
     return args
+
+
+def _check_options(chosen: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Says which option does not exist, before argparse says that the one that was meant is missing."""
+    names = [name[2:] for action in chosen._actions for name in action.option_strings if name[:2] == "--"]
+    for argument in itertools.takewhile(lambda each: each != "--", arguments):
+        name = argument[2:].partition("=")[0]
+        if argument.startswith("--") and " " not in name and name not in {*names, "help", "version"}:
+            near = nearest(name, names)
+            hint = f"did you mean --{near}?" if near else f"see {chosen.prog} --help"
+            chosen.error(f"unknown argument {argument!r}; {hint}")
 
 
 def _chosen(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:

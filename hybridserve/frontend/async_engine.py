@@ -204,12 +204,14 @@ class AsyncLLM:
         request_id: str | None = None,
         cache_salt: str | None = None,
         shown_ids: Collection[int] = (),
+        on_taken: Callable[[], None] | None = None,
     ) -> RequestStream:
         """Queue a request; returns, when the engine has it, the stream of what comes of it. The caller is to
         close that. ValueError, naming the field, for a request that can't be served, and nothing runs.
 
         `shown_ids`: special tokens that are part of the text, as no others are. Only requests with the same
-        `cache_salt` share what has been computed of prompts."""
+        `cache_salt` share what has been computed of prompts. `on_taken` is called in the event loop when the
+        engine says that it has the request, though the caller may have left by then."""
         client = self._started()
         name = client.reserve(request_id)
         try:
@@ -221,7 +223,7 @@ class AsyncLLM:
         except BaseException:
             client.release(name)
             raise
-        return await client.submit(name, request, payload, text, shown_ids)
+        return await client.submit(name, request, payload, text, shown_ids, on_taken)
 
     def _read(
         self,

@@ -64,7 +64,8 @@ async def prepare(service: Service, body: ChatRequest, headers: list[tuple[bytes
 
 
 class ChatAnswer:
-    """The first piece of each choice says who speaks."""
+    """In a stream, the first pieces say who speaks, for all choices in order of index, whichever of them has
+    something to say first: OpenAI's client makes its list of choices by them."""
 
     def __init__(
         self, body: ChatRequest, job: Job, model: str, tokenizer: Tokenizer | None, use: ToolUse | None
@@ -77,7 +78,7 @@ class ChatAnswer:
         self._speakers: dict[int, _Speaker] = {}
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._begun: set[int] = set()
+        self._has_begun = False
         self._needs_tokens = body.logprobs or body.return_token_ids or body.continuous_usage
 
     def whole(self, jobs: Sequence[Job], outputs: Sequence[RequestOutput]) -> ChatCompletion:
@@ -120,12 +121,9 @@ class ChatAnswer:
         said, finish_reason = self._said(delta)
         if finish_reason is None and not said and not (self._needs_tokens and delta.token_ids):
             return
-        if delta.index not in self._begun:
-            first = self._piece([ChatChunkChoice(delta.index, ChatDelta("assistant", ""), None, None)])
-            if self._body.return_token_ids and not self._begun:
-                first.prompt_token_ids = self._job.prompt_ids
-            self._begun.add(delta.index)
-            yield first
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._speakers_named()
         choices = [ChatChunkChoice(delta.index, each, None, None) for each in said or [ChatDelta()]]
         choices[0].logprobs = self._logprobs(delta.token_ids, delta.logprobs)
         if self._body.return_token_ids:
@@ -133,6 +131,13 @@ class ChatAnswer:
         choices[-1].finish_reason, choices[-1].stop_reason = finish_reason, delta.stop_reason
         for choice in choices:
             yield self._piece([choice])
+
+    def _speakers_named(self) -> Iterable[ChatChunk]:
+        for index in range(self._job.params.n):
+            piece = self._piece([ChatChunkChoice(index, ChatDelta("assistant", ""), None, None)])
+            if self._body.return_token_ids and not index:
+                piece.prompt_token_ids = self._job.prompt_ids
+            yield piece
 
     def _said(self, delta: Delta) -> tuple[list[ChatDelta], str | None]:
         """What a step adds, no more than one thing in each, and why the continuation ended, if it did."""
@@ -146,9 +151,9 @@ class ChatAnswer:
         return self._chunk([], self._usage()) if self._body.includes_usage else None
 
     def _piece(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        if not self._body.includes_usage:
-            return self._chunk(choices, UNSET)
-        return self._chunk(choices, self._usage() if self._body.continuous_usage else None)
+        if self._body.continuous_usage:
+            return self._chunk(choices, self._usage())
+        return self._chunk(choices, None if self._body.includes_usage else UNSET)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
         return ChatChunk(self._id, self._created, self._model, choices, usage)

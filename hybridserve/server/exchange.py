@@ -41,13 +41,14 @@ MAX_UNKNOWN = 16
 
 @dataclass(slots=True)
 class Exchange:
-    """`response_headers` go with a response of any status."""
+    """`response_headers` go with a response of any status. `named` is what the path names, where it does."""
 
     service: Service
     headers: dict[bytes, bytes]
     receive: Receive
     send: Send
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    named: str = ""
     _ignored: list[str] = field(default_factory=list)
 
     async def read(self, model: type[Body]) -> Body:
@@ -105,7 +106,8 @@ class EndpointResponse(Response):
             has_started = True
             await send(message)
 
-        exchange = Exchange(self._service, dict(scope["headers"]), receive, watched)
+        named = scope.get("path_params", {}).get("id", "")
+        exchange = Exchange(self._service, dict(scope["headers"]), receive, watched, named=named)
         try:
             await self._endpoint(self._service, exchange)
         except ClientDisconnected:

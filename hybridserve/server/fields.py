@@ -127,10 +127,12 @@ def _is_without_effect(name: str, value: object) -> bool:
 def _invalid(error: ValidationError) -> ApiError:
     """The first problem, without the value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [part for part in problem["loc"] if isinstance(part, int) or part.isidentifier()]
+    is_of_key = problem["loc"][-1:] == ("[key]",)  # of an object whose keys are the client's own
+    loc = problem["loc"][:-2] if is_of_key else problem["loc"]
+    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     message = problem["msg"].removeprefix("Value error, ")
     for before, after in (("Input should", "should"), ("String should", "should"), ("List should", "should")):
         message = message.replace(before, after)
     message = {"missing": "is needed", "extra_forbidden": "is not known"}.get(problem["type"], message)
-    return bad_request(shown(name) or None, message)
+    return bad_request(shown(name) or None, f"a key {message}" if is_of_key else message)

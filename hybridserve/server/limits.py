@@ -24,8 +24,8 @@ BODY_SECONDS = 60.0
 MAX_VALUES = 1_000_000
 """Commas in one field that is no string: making objects of more would keep everybody else waiting."""
 MAX_PARTS = 30_000
-"""Strings (so names as well), objects and lists in one field: they cost more than numbers, and again when they
-are checked."""
+"""Strings (names as well), objects and lists in one field: each costs more than a number does, and again when
+it is checked."""
 MAX_DEPTH = 64
 MAX_FIELDS = 256
 _PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{\[]', re.DOTALL)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LogFormat = Literal["text", "json"]
+SLOW_SECONDS = 1.0
+STILL_SLOW_SECONDS = 3.0
 _CONTROLS = {code: f"\\x{code:02x}" for code in [*range(32), 127, *range(128, 160)] if code != 10}
 
 
@@ -45,10 +48,25 @@ class _Json(logging.Formatter):
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A part of starting up, and how long it took."""
+    """A part of starting up, and how long it took; while it takes long, a line each few seconds."""
+    logger = logging.getLogger(__name__)
     begin = time.perf_counter()
-    yield
-    logging.getLogger(__name__).info("%s: %.2f s", name, time.perf_counter() - begin)
+    is_over = threading.Event()
+
+    def tell() -> None:
+        pause = SLOW_SECONDS
+        while not is_over.wait(pause):
+            logger.info("%s: %.0f s so far", name, time.perf_counter() - begin)
+            pause = STILL_SLOW_SECONDS
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        telling.join()
+    logger.info("%s: %.2f s", name, time.perf_counter() - begin)
 
 
 def set_up_logging(log_format: LogFormat, *, verbose: bool) -> None:

@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 
 from hybridserve.server import tracing
-from hybridserve.server.security import ROUTES
+from hybridserve.server.security import route_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ _FEW = (1, 2, 5, 10, 20, 50, 128)
 _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("from arrival to the first token", _SECONDS),
     "inter_token_latency_seconds": ("between pieces of one continuation", _SECONDS),
-    "e2e_request_latency_seconds": ("from arrival to the last token", _SECONDS),
+    "e2e_request_latency_seconds": ("from arrival to the last token, or until it was cut short", _SECONDS),
     "request_queue_time_seconds": ("from arrival to the first step", _SECONDS),
     "request_prefill_time_seconds": ("from the first step to the first token", _SECONDS),
     "request_decode_time_seconds": ("from the first to the last token", _SECONDS),
@@ -51,7 +51,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 }
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "sequences that hold memory"),
-    "num_requests_waiting": ("num_waiting", "sequences in the queue"),
+    "num_requests_waiting": ("num_waiting", "in the queue: prompts, and sequences that gave memory up"),
     "kv_cache_usage_perc": (
         "cache_utilisation",
         "share of the arena that sequences hold, 0 to 1; what is only kept for later prompts is not counted",
@@ -131,7 +131,7 @@ class ServerMetrics:
         self.observe_gap = self._histograms["inter_token_latency_seconds"].observe
 
     def respond(self, path: str, status: int) -> None:
-        self._responses[path if path in ROUTES else OTHER, str(status)] += 1
+        self._responses[route_of(path) or OTHER, str(status)] += 1
 
     def reject(self, reason: str) -> None:
         """A request for which there was no room."""
@@ -141,14 +141,12 @@ class ServerMetrics:
         """Fields that were accepted without effect: of a list, so that they are few."""
         self._ignored.update(names)
 
-    def start(self, num_prompt_tokens: int, n: int, max_tokens: int) -> None:
-        """The engine has taken a prompt."""
+    def take(self, num_prompt_tokens: int, n: int, max_tokens: int) -> None:
+        """The engine has taken a prompt; whoever asked may have left."""
         self._num_prompt_tokens += num_prompt_tokens
         self._observe("request_prompt_tokens", num_prompt_tokens)
         self._observe("request_params_n", n)
         self._observe("request_params_max_tokens", max_tokens)
-        if (span := tracing.current.get()) is not None:
-            span.start(num_prompt_tokens, n, max_tokens)
 
     def finish_sequences(self, reason: str, count: int) -> None:
         """stop, length, abort (its client left, or the deadline passed), error, or refused by the engine."""
@@ -174,6 +172,15 @@ class ServerMetrics:
                 self._observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
         if (span := tracing.current.get()) is not None:
             span.finish(times, num_generated)
+
+    def cut(self, seconds: float, seconds_to_first: float | None, num_generated: int) -> None:
+        """A prompt that the engine took and did not bring to its end, as its client left, its deadline passed
+        or the engine failed, after so many seconds. Without these, latencies look best when nobody gets an
+        answer in time."""
+        self._observe("request_generation_tokens", num_generated)
+        self._observe("e2e_request_latency_seconds", seconds)
+        if seconds_to_first is not None:
+            self._observe("time_to_first_token_seconds", seconds_to_first)
 
     def total(self, name: str) -> tuple[int, float]:
         """How often something was measured, and the sum."""

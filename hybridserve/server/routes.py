@@ -9,7 +9,7 @@ from msgspec import UNSET
 from hybridserve.engine.messages import AdapterState
 from hybridserve.frontend.errors import EngineUnavailable
 from hybridserve.server import chat, completions
-from hybridserve.server.errors import ApiError, bad_request, unavailable
+from hybridserve.server.errors import ApiError, bad_request, shown, unavailable
 from hybridserve.server.metrics import CONTENT_TYPE
 from hybridserve.server.prompting import check_ids, encode_chat, encode_text
 from hybridserve.server.protocol import (
@@ -49,6 +49,7 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
     service.check_ready()
     service.check_room()  # before a large body comes
     body = await exchange.read(CompletionRequest)
+    exchange.ignore(body.without_effect)
     generation = await completions.prepare(service, body, exchange.response_headers)
     await generation.run(service, exchange.receive, exchange.send)
 
@@ -65,6 +66,20 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
 
 async def list_models(service: Service, exchange: Exchange) -> None:
     """The base model and every adapter that may be named as model."""
+    await exchange.reply(ModelList(await _cards(service)))
+
+
+async def retrieve_model(service: Service, exchange: Exchange) -> None:
+    """The base model, or an adapter, by its name."""
+    cards = await _cards(service)
+    for card in cards:
+        if card.id == exchange.named or (card.parent is None and service.adapter_of(exchange.named) is None):
+            return await exchange.reply(card)
+    message = f"model: {shown(exchange.named)!r} is unknown; GET /v1/models lists those that there are"
+    raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _cards(service: Service) -> list[ModelCard]:
     service.check_ready()
     engine = service.engine
     cards = [ModelCard(service.name, service.created, service.root, None, engine.max_model_len)]
@@ -72,7 +87,7 @@ async def list_models(service: Service, exchange: Exchange) -> None:
         if info.state is not AdapterState.DRAINING:
             root = str(info.path)
             cards.append(ModelCard(info.name, service.created, root, service.name, engine.max_model_len))
-    await exchange.reply(ModelList(cards))
+    return cards
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:

@@ -42,7 +42,11 @@ FAREWELL_SECONDS = 5
 LINGER_SECONDS = 2.0
 """After the engine's death, so that probes and balancers see 503 rather than a refused connection."""
 SLOW_PHASE_SECONDS = 1.0
-STILL_SLOW_SECONDS = 30.0
+STILL_SLOW_SECONDS = 3.0
+VERY_SLOW_SECONDS = 30.0
+"""What takes so long says so no more often than this."""
+PLAN_ROWS = ("weights", "arena", "fits", "limits")
+"""Of the plan, in a log that is not verbose."""
 
 
 def serve(config: EngineConfig) -> int:
@@ -180,9 +184,16 @@ class _Serving:
         await self._engine.wait_ready()
         with phase("server"):
             await self._service.prepare()
-        logger.info("the plan\n%s", "\n".join(f"    {line}" for line in self._engine.plan_table.splitlines()))
+        self._log_plan(self._engine.plan_table)
         seconds = time.monotonic() - self._begin
         logger.info("ready in %.1f s: %s serves %s", seconds, self.url, self._service.name)
+
+    def _log_plan(self, table: str) -> None:
+        """Its totals; all of it where the log is verbose. `hybridserve plan` shows it, too."""
+        lines = table.splitlines()
+        if not logger.isEnabledFor(logging.DEBUG):
+            lines = [line for line in lines if line.partition(" ")[0] in PLAN_ROWS]
+        logger.info("the plan\n%s", "\n".join(f"    {line}" for line in lines))
 
     def _set_death(self, error: EngineDead) -> None:
         if not self._death.done():
@@ -201,8 +212,10 @@ class _Serving:
     def _show_slow(self, name: str, begin: float) -> None:
         """That something takes long, and now and again that it still does."""
         loop = asyncio.get_running_loop()
-        logger.info("%s: %.0f s so far", name, loop.time() - begin)
-        self._slow[name] = loop.call_later(STILL_SLOW_SECONDS, self._show_slow, name, begin)
+        seconds = loop.time() - begin
+        logger.info("%s: %.0f s so far", name, seconds)
+        pause = STILL_SLOW_SECONDS if seconds < VERY_SLOW_SECONDS else VERY_SLOW_SECONDS
+        self._slow[name] = loop.call_later(pause, self._show_slow, name, begin)
 
     # ---- end
 

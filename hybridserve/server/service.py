@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hybridserve.frontend.errors import EngineState, EngineUnavailable
+from hybridserve.frontend.errors import EngineClosed, EngineState, EngineUnavailable
 from hybridserve.server.errors import ApiError, bad_request, unavailable
 from hybridserve.server.metrics import ServerMetrics
 
@@ -97,6 +97,8 @@ class Service:
         state = self.engine.state
         if state is EngineState.READY:
             return "draining" if self.is_draining else "ok"
+        if isinstance(self.engine.error, EngineClosed):  # as the last thing that a server does
+            return "draining"
         return str(state)
 
     def check_ready(self) -> None:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from hybridserve.core.structured_outputs import StructuredOutputs
 from hybridserve.grammar.compiler import WHITESPACE
+from hybridserve.grammar.schema_numbers import OF_SCHEMAS, OF_VALUES
 from hybridserve.server.errors import bad_request
 from hybridserve.server.tool_parser import CLOSE, OPEN
 
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 MAX_TOOLS = 128
 NAME_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-
-_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords that map names to schemas."""
-_OF_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
 
 
 class _Part(BaseModel):
@@ -295,10 +291,10 @@ def _moved(schema: Any, to: str) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             moved[key] = to + value[1:]
-        elif key in _OF_SCHEMAS and isinstance(value, dict):
+        elif key in OF_SCHEMAS and isinstance(value, dict):
             moved[key] = {name: _moved(each, to) for name, each in value.items()}
         else:
-            moved[key] = value if key in _OF_VALUES else _moved(value, to)
+            moved[key] = value if key in OF_VALUES else _moved(value, to)
     return moved
 
 

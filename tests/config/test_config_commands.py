@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
-from hybridserve.cli import main
 from hybridserve.config import keys
 from hybridserve.config.loader import config_keys, load_config, read_config
+from tests.harness import command_line
+from tests.harness.command_line import imported_by
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -23,14 +21,7 @@ SECRET = "sk-very-secret"
 @pytest.fixture
 def run(capsys):
     """Runs a command; returns its exit status, standard output and standard error."""
-
-    def run_command(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as status:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        return status.value.code, shown.out, shown.err
-
-    return run_command
+    return lambda *arguments: command_line.run(capsys, arguments)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -143,19 +134,9 @@ def test_what_serve_would_refuse_is_worth_knowing(run, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["check"], ["show", "--effective"]])
 def test_a_file_is_looked_at_without_torch(arguments):
-    code = (
-        f"import sys\nfrom hybridserve.cli import main\ntry:\n    main(['config', {arguments[0]!r}, "
-        f"{str(CONFIGS[0])!r}, *{arguments[1:]!r}])\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print(*sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert not {"torch", "numpy", "transformers", "fastapi"} & set(done.stderr.split())
+    command = ["config", arguments[0], str(CONFIGS[0]), *arguments[1:]]
+    modules = imported_by(f"from hybridserve.cli import main; main({command})")
+    assert not {"torch", "numpy", "transformers", "fastapi"} & modules
 
 
 # ---- show

@@ -17,6 +17,8 @@ import pytest
 
 import hybridserve
 from hybridserve.cli import main
+from tests.harness import command_line
+from tests.harness.command_line import imported_by
 
 ROOT = Path(__file__).parents[2]
 MODULE = [sys.executable, "-m", "hybridserve"]
@@ -27,26 +29,11 @@ def run(capsys):
     """Runs a command that must succeed; returns what it says on standard output and standard error."""
 
     def run_command(*arguments: object) -> tuple[str, str]:
-        with pytest.raises(SystemExit) as status:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        assert status.value.code == 0, shown.err
-        return shown.out, shown.err
+        status, out, err = command_line.run(capsys, arguments)
+        assert status == 0, err
+        return out, err
 
     return run_command
-
-
-def imported_by(code: str) -> set[str]:
-    """The modules that are there after `code` has run."""
-    code = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return set(done.stderr.split())
 
 
 def test_import_brings_neither_torch_nor_pydantic():

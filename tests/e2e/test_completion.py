@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.command_line import imported_by
+from tests.harness.required import need
+
 ROOT = Path(__file__).parents[2]
 HEAVY = {
     "torch",
@@ -71,8 +74,7 @@ def folder(tmp_path: Path) -> Path:
 def shell(name: str, script: str, folder: Path, *arguments: str) -> list[str]:
     """What it prints, line by line."""
     path = shutil.which(name)
-    if path is None:
-        pytest.skip(f"there is no {name} here")
+    need(path is not None, f"there is no {name} here")
     clean = {"bash": ["--norc", "--noprofile"], "fish": ["--no-config"], "zsh": ["-f"]}[name]
     dashes = [] if name == "fish" else [name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)}
@@ -131,24 +133,9 @@ def test_zsh_takes_the_script(folder):
     assert shell("zsh", ZSH, folder) == ["hybridserve by _python_argcomplete"]
 
 
-def imported_by(arguments: list[str]) -> set[str]:
-    code = (
-        f"import sys\nfrom hybridserve.cli import main\ntry:\n    main({arguments})\nexcept SystemExit:\n"
-        "    pass\nprint(*sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return set(done.stderr.split())
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_brings_nothing_heavy(command):
-    brought = imported_by([*command.split(), "--help"])
+    brought = imported_by(f"from hybridserve.cli import main; main({[*command.split(), '--help']})")
     assert "hybridserve.cli_options" in brought
     assert not HEAVY & brought
 

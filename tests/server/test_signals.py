@@ -116,7 +116,7 @@ def test_b036_a_second_ctrl_c_forces(state: str) -> None:
         assert where.server.wait_exit() == 130
         where.check_gone()
         if state == "streaming":
-            assert b'"code":"engine_failed"' in where.last_words()
+            assert b'"message":"the server is being stopped"' in where.last_words()
         assert "Traceback" not in "\n".join(where.server.log)
 
 

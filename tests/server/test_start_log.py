@@ -6,12 +6,15 @@ import asyncio
 import logging
 import re
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hybridserve.config.schema import EngineConfig
-from hybridserve.server import serve
+from hybridserve.engine.alternatives import plan_or_suggest
+from hybridserve.models.hub import resolve_config
+from hybridserve.server import logs, serve
 from hybridserve.server.serve import _Serving
 
 if TYPE_CHECKING:
@@ -63,6 +66,55 @@ def test_parts_beside_each_other_are_told_apart(serving, caplog):
     assert caplog.messages[0] == "tokenizer: 0.01 s"
     assert caplog.messages[-1] == "import: 1.00 s"
     assert not any(message.startswith("tokenizer: 0 s") for message in caplog.messages)
+
+
+def test_what_takes_very_long_does_not_fill_the_log(serving, caplog, monkeypatch):
+    monkeypatch.setattr(serve, "VERY_SLOW_SECONDS", 0.2)
+    pauses = []
+
+    async def start() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "call_later", lambda pause, *_: pauses.append(pause), raising=False)
+        for ago in (0.0, 10.0):
+            serving._show_slow("load", loop.time() - ago)
+        serving._slow.clear()
+
+    asyncio.run(start())
+    assert pauses == [0.05, 0.2]
+    assert caplog.messages == ["load: 0 s so far", "load: 10 s so far"]
+
+
+def test_minutes_of_import_are_a_line_each_few_seconds():
+    assert serve.SLOW_PHASE_SECONDS <= 1
+    assert logs.SLOW_SECONDS <= 1
+    assert 2 <= serve.STILL_SLOW_SECONDS <= 5
+    assert 2 <= logs.STILL_SLOW_SECONDS <= 5
+
+
+def test_what_comes_before_the_event_loop_is_told_as_well(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(logs, "STILL_SLOW_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, "hybridserve")
+    with logs.phase("import of the server"):
+        deadline = time.monotonic() + 30
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    *slow, last = caplog.messages
+    assert len(slow) >= 2
+    assert set(slow) == {"import of the server: 0 s so far"}
+    assert re.fullmatch(r"import of the server: \d+\.\d\d s", last)
+
+
+def test_the_plan_is_short_and_whole_only_in_a_verbose_log(serving, caplog):
+    config = EngineConfig(model="demo")
+    hf_config, shape = resolve_config(config.model)
+    table = plan_or_suggest(config, hf_config, shape=shape).table()
+    serving._log_plan(table)
+    caplog.set_level(logging.DEBUG, "hybridserve")
+    serving._log_plan(table)
+    short, whole = (message.splitlines() for message in caplog.messages)
+    assert [line.split()[0] for line in short] == ["the", "weights", "arena", "fits", "limits"]
+    assert [line[4:] for line in whole[1:]] == table.splitlines()
 
 
 def test_a_short_part_is_one_line(serving, caplog):

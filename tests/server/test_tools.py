@@ -530,6 +530,11 @@ def test_a_keyword_that_cant_be_enforced_is_named_with_its_tool(directory: str) 
             answer = await client.chat(messages=HELLO, tools=tools, tool_choice=choice)
             assert (answer.status, answer.error["param"]) == (400, "tools[1].function.parameters")
             assert answer.error["message"].endswith(": can't be enforced: uniqueItems (of the tool strange)")
+        wide = {"type": "object", "properties": {"id": {"enum": [2**53 + 1]}}}
+        answer = await client.chat(messages=HELLO, tools=[NOW, tool("by_id", wide)], tool_choice="required")
+        assert (answer.status, answer.error["param"]) == (400, "tools[1].function.parameters")
+        assert "can't be enforced: enum, with an integer that a float can't" in answer.error["message"]
+        assert answer.error["message"].endswith("(of the tool by_id)")
         for fields in ({}, {"parallel_tool_calls": False}, {"tool_choice": NAMED}):
             answer = await client.chat(messages=HELLO, tools=tools, max_tokens=1, **fields)
             assert answer.status == 200, answer.body

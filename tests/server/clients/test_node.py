@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.harness.required import need
 from tests.harness.serve_process import ROOT
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ HERE = Path(__file__).parent / "node"
 SCRIPTS = ("openai.mjs", "ai_sdk.mjs")
 INSTALL = ("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        shutil.which("node") is None or shutil.which("npm") is None,
-        reason="node and npm are not installed: the clients in JavaScript were not tried",
-    ),
-]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _node() -> None:
+    """Before a server is started."""
+    need(shutil.which("node") is not None and shutil.which("npm") is not None, "node or npm is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,10 @@ def client(base_url: str) -> Iterator[OpenAI]:
 
 def test_the_models(client: OpenAI) -> None:
     cards = list(client.models.list())
+    assert [client.models.retrieve(card.id) for card in cards] == cards
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("nobody")
+    assert caught.value.code == "model_not_found"
     assert [card.id for card in cards] == ["demo", "bard", "kjv"]
     assert {card.owned_by for card in cards} == {"hybridserve"}
     assert all(card.object == "model" and card.created > 1_700_000_000 for card in cards)
@@ -89,6 +93,20 @@ def test_several_answers_each_by_its_index(client: OpenAI) -> None:
                 ended.append(choice.index)
     assert streamed == texts
     assert sorted(ended) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
+def test_the_helper_that_collects_several_answers(client: OpenAI, tools: bool) -> None:
+    """Whichever has something to say first: stop strings hold back words that one of them begins with."""
+    asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "n": 4, "temperature": 1.5}
+    asked |= {"max_tokens": 40, "tools": [WEATHER], "tool_choice": "required"} if tools else {"max_tokens": 3}
+    for seed in range(6):
+        stop = None if tools else [" the", " of", " and", " a"]
+        with client.chat.completions.stream(seed=seed, stop=stop, **asked) as stream:
+            for _ in stream:
+                pass
+            snapshot = stream.current_completion_snapshot
+        assert [choice.index for choice in snapshot.choices] == [0, 1, 2, 3]
 
 
 def test_probabilities(client: OpenAI) -> None:
