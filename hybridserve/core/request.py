@@ -263,6 +263,9 @@ class Request:
     num_preemptions: int = 0
     block_ids: tuple[int, ...] = ()
     state_slot: int = 0
+    host_block_ids: tuple[int, ...] = ()
+    """Of the host's memory, where its blocks are while it has been swapped out, and `host_slot` its state."""
+    host_slot: int = 0
     write_from: int = 0
     """K and V of tokens before it are in blocks that others share: they are not written again."""
     next_cut: int = 0

@@ -17,11 +17,10 @@ from hybridserve.core.cache_manager import CacheManager
 from hybridserve.core.fair_queue import FairQueue
 from hybridserve.core.forks import Forks
 from hybridserve.core.limits import Limits
-from hybridserve.core.plan import StepPlan
+from hybridserve.core.plan import Share, StepPlan
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import ScheduledSequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -250,7 +249,7 @@ class Scheduler:
         self._schedule_running(plan)
         self._turns.assign(plan.step_id)
         self._admit_waiting(plan)
-        if not plan.sequences:
+        if not plan.shares:
             return None
         plan.state_saves = self.cache.plan_saves(
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
@@ -393,21 +392,7 @@ class Scheduler:
         if request.adapter_id is not None:
             adapter_slot = self._turns.charge(request.adapter_id, share, length, plan.step_id)
             plan.adapter_slots.add(adapter_slot)
-        has_state = start > 0 and request.state_slot > 0
-        plan.sequences.append(
-            ScheduledSequence(
-                request.id,
-                start,
-                length,
-                samples,
-                has_state,
-                request.block_ids,
-                request.state_slot,
-                adapter_slot,
-                request.adapter_start,
-                request.write_from,
-            )
-        )
+        plan.shares.append(Share(request, start, length, samples, adapter_slot))
 
     def _create_children(self, parent: Request) -> list[Request]:
         children = parent.children()

@@ -40,11 +40,24 @@ class UnitCopy(NamedTuple):
     destination: int
 
 
+class UnitCopies(NamedTuple):
+    """Copies of blocks and of slots."""
+
+    blocks: tuple[UnitCopy, ...] = ()
+    slots: tuple[UnitCopy, ...] = ()
+
+
+NO_COPIES = UnitCopies()
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """What one step computes. It runs at most once (D7).
 
-    In order: forget `finished`, make the copies, run the layers over `sequences`, make the saves, draw.
+    In order: forget `finished`, swap out, move, swap in, make the copies, run the layers over `sequences`,
+    make the saves, draw. Whoever runs steps runs them one after the other. So a unit that a step swaps or
+    moves away may hold something else in the same step.
+
     Raises ValueError if it contradicts itself.
     """
 
@@ -54,6 +67,14 @@ class ScheduledStep:
     block_copies: tuple[UnitCopy, ...] = ()
     state_saves: tuple[UnitCopy, ...] = ()
     """Copies of states as they are after this step."""
+    swaps_out: UnitCopies = NO_COPIES
+    """From the arena (sources) to the host's memory (destinations); all sources as the step finds them."""
+    moves: UnitCopies = NO_COPIES
+    """Within the arena; all sources as the step finds them."""
+    swaps_in: UnitCopies = NO_COPIES
+    """From the host's memory (sources) to the arena (destinations)."""
+    moved: tuple[str, ...] = ()
+    """Ids of live requests whose blocks or slot have other numbers now."""
     finished: tuple[str, ...] = ()
     """Ids that gave up their memory since the step before: finished, aborted or preempted (and perhaps back
     here)."""
@@ -82,7 +103,11 @@ class ScheduledStep:
             raise ValueError("a state would be saved onto another")
         for copies in (self.state_copies, self.block_copies, self.state_saves):
             destinations = {copy.destination for copy in copies}
-            if len(destinations) != len(copies) or any(copy.source in destinations for copy in copies):
+            if any(copy.source in destinations for copy in copies):
+                raise ValueError("copies would overwrite each other, so their order would matter")
+        every = (self.state_copies, self.block_copies, self.state_saves)
+        for copies in (*every, *self.swaps_out, *self.moves, *self.swaps_in):
+            if len({copy.destination for copy in copies}) != len(copies):
                 raise ValueError("copies would overwrite each other, so their order would matter")
             if any(0 in copy for copy in copies):
                 raise ValueError("a copy from or to a null unit")
