@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridserve.core.step import ScheduledSequence, ScheduledStep
+from hybridserve.core.step import NO_COPIES, ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,6 +51,10 @@ class StepPlan:
     state_copies: list[UnitCopy] = field(default_factory=list)
     block_copies: list[UnitCopy] = field(default_factory=list)
     state_saves: tuple[UnitCopy, ...] = ()
+    block_swaps_in: list[UnitCopy] = field(default_factory=list)
+    state_swaps_in: list[UnitCopy] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
+    """Ids of requests whose memory has other numbers now."""
     draws: list[Request] = field(default_factory=list)
     completed: list[Request] = field(default_factory=list)
     """Those whose prompts are done and that draw nothing."""
@@ -63,13 +67,24 @@ class StepPlan:
         self.block_copies += copies.blocks
         parent.last_step = child.last_step = self.step_id
 
-    def freeze(self, finished: Iterable[str], generation: Callable[[int], int]) -> ScheduledStep:
+    def freeze(
+        self,
+        finished: Iterable[str],
+        generation: Callable[[int], int],
+        *,
+        swaps_out: UnitCopies = NO_COPIES,
+        moves: UnitCopies = NO_COPIES,
+    ) -> ScheduledStep:
         return ScheduledStep(
             step_id=self.step_id,
             sequences=tuple([share.freeze() for share in self.shares]),
             state_copies=tuple(self.state_copies),
             block_copies=tuple(self.block_copies),
             state_saves=self.state_saves,
+            swaps_out=swaps_out,
+            moves=moves,
+            swaps_in=UnitCopies(tuple(self.block_swaps_in), tuple(self.state_swaps_in)),
+            moved=tuple(sorted(self.moved)),
             finished=tuple(dict.fromkeys(finished)),
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )

@@ -21,6 +21,7 @@ from hybridserve.core.plan import Share, StepPlan
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
+from hybridserve.core.step import UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -254,7 +255,11 @@ class Scheduler:
         plan.state_saves = self.cache.plan_saves(
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
         )
-        step = plan.freeze(self._finished, self.adapters.generation)
+        step = plan.freeze(
+            self._finished,
+            self.adapters.generation,
+            moves=UnitCopies(self.cache.blocks.take_moves(), self.cache.slots.take_moves()),
+        )
         self._finished.clear()
         self._in_flight.append(plan)
         self._next_step_id += 1

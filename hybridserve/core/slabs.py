@@ -9,6 +9,8 @@ import enum
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from hybridserve.core.step import UnitCopy
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -101,6 +103,7 @@ class UnitPool:
         self._free: dict[int, list[int]] = {}  # slab -> its free units
         self._by_room: list[dict[int, None]] = [{} for _ in range(units_per_slab + 1)]  # free units -> slabs
         self._rooms = 0  # bit r is set where _by_room[r] is not empty, r > 0
+        self._moves: dict[int, int] = {}  # new unit -> where what it holds was when the last step was frozen
 
     @property
     def num_slabs(self) -> int:
@@ -126,6 +129,16 @@ class UnitPool:
         counts = Counter(unit // self.units_per_slab for unit in units)
         return sum(count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items())
 
+    def origin(self, unit: int) -> int:
+        """Where the next step finds what a unit holds."""
+        return self._moves.get(unit, unit)
+
+    def take_moves(self) -> tuple[UnitCopy, ...]:
+        """Moves since the last call, for the step that is frozen."""
+        moves = tuple([UnitCopy(source, unit) for unit, source in self._moves.items()])
+        self._moves.clear()
+        return moves
+
     def _take(self, count: int) -> list[int]:
         """`count` units; the caller has checked that they are there."""
         units: list[int] = []
@@ -148,6 +161,7 @@ class UnitPool:
         free = self._free[slab]
         free.append(unit)
         self.num_used -= 1
+        self._moves.pop(unit, None)
         room = len(free)
         self._move(slab, room - 1, room)
         if room == self.units_per_slab:
