@@ -249,17 +249,20 @@ class Probe:
 
 def measure_latency() -> dict[str, Any]:
     text = "All work and no play makes Jack a dull boy. "
+    message = {"role": "user", "content": "hi"}
     loads = {
         "nothing": None,
         "body of 5 MB": {"prompt": "Once", "max_tokens": 1, "user": text * (5 * MB // len(text))},
         "prompt of 5 MB": {"prompt": text * (5 * MB // len(text)), "max_tokens": 1},
         "prompt of 20 MB": {"prompt": text * (20 * MB // len(text)), "max_tokens": 1},
+        "5 MB of messages": {"messages": [message] * (5 * MB // 36), "max_tokens": 1},
         "5 MB of ids": {"prompt": [1234] * (5 * MB // 5), "max_tokens": 1},
     }
     report: dict[str, Any] = {}
     with serving([*SCRIPTED, *ANY_PORT, "--server.limits.body_bytes", "64MiB"], **{STEPS: "100"}) as server:
         for name, body in loads.items():
             data = json.dumps(body).encode()
+            path = "/v1/chat/completions" if body and "messages" in body else "/v1/completions"
             probe = Probe(server.port)
             statuses = []
             begin = time.perf_counter()
@@ -269,7 +272,7 @@ def measure_latency() -> dict[str, Any]:
                     statuses.append(0)
                     continue
                 connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
-                connection.request("POST", "/v1/completions", data)
+                connection.request("POST", path, data)
                 answer = connection.getresponse()
                 answer.read()
                 statuses.append(answer.status)

@@ -81,17 +81,26 @@ class ChatTemplate:
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(source)
+            names = self._environment.parse(source).find_all(nodes.Name)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ValueError(f"the chat template is not valid: {error}") from None
+        self.takes_tools = any(each.name == "tools" and each.ctx == "load" for each in names)
+        """Whether it mentions them: else the model would never see any."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         """Raises ValueError for messages that the template refuses, or takes too long over."""
-        budget = _Budget(_count(messages))
+        budget = _Budget(_count(messages) + _count(tools))
         pieces: list[str] = []
         size = 0
         with self._environment.within(budget):
             try:
-                for piece in self._template.generate(messages=messages, **variables):
+                for piece in self._template.generate(messages=messages, tools=tools, **variables):
                     pieces.append(piece)
                     size += len(piece)
                     budget.check_size(size)
@@ -108,7 +117,7 @@ def _count(value: object) -> int:
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_count, value.values()))
+        return sum(map(_count, value.items()))
     return sum(map(_count, value)) if isinstance(value, list | tuple) else 0
 
 

@@ -1,23 +1,28 @@
 """What may be typed: the commands, their arguments, and an option for each key of the configuration.
 
 Knows names, types and help texts, and turns what was typed into keyword arguments; does not know what a
-command does. Reads the schema of the configuration only for a command that takes it: `--help` alone is quick.
+command does. Brings no schema of the configuration, whose keys are listed in a file: `--help` is quick.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridserve import __version__
+from hybridserve.config.keys import known_keys
 from hybridserve.config.spelling import nearest
 from hybridserve.core.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from hybridserve.config.schema import EngineConfig
 
 USAGE_ERROR = 2
 CONFIG = "config:"  # before the names of arguments that are keys of the configuration
@@ -42,6 +47,8 @@ SAMPLING_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("prompt_logprobs", int, "the same for the tokens of the prompt (with --prompts)"),
 )
 
+_SubParsers = argparse._SubParsersAction
+
 NOT_OF_A_CHAT = ("n", "logprobs", "prompt_logprobs")
 
 
@@ -56,24 +63,53 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command, its arguments and what was set by options. Exits after --help or a mistake."""
+    """The command, its arguments and what was set by options. Exits after --help, a mistake, or the answer
+    to a shell that completes a line."""
     arguments = [_with_underscores(argument) for argument in arguments]
+    if is_completing := "_ARGCOMPLETE" in os.environ:
+        from hybridserve.completion import answer, words
+
+        arguments = words()
     parser = _Parser(prog="hybridserve", description="A serving engine for hybrid language models.")
     parser.add_argument("--version", action="version", version=f"hybridserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = parser
     for name, (add_options, about) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-        if name in arguments[:1]:  # the schema of the configuration is read for a command that takes it alone
+        if name in arguments[:1]:  # hundreds of options, for one command alone
             add_options(command)
-            chosen = command
+    chosen = _chosen(parser, arguments)
+    if is_completing:
+        answer(parser, chosen, {CONFIG + key.name: key.choices for key in known_keys().values()})
+    _check_options(chosen, arguments)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        names = [name[2:] for action in chosen._actions for name in action.option_strings if name[:2] == "--"]
-        near = nearest(unknown[0][2:].partition("=")[0], names) if unknown[0][:2] == "--" else None
-        hint = f"did you mean --{near}?" if near else f"see {chosen.prog} --help"
-        chosen.error(f"unknown argument {unknown[0]!r}; {hint}")
+        chosen.error(f"unknown argument {unknown[0]!r}; see {chosen.prog} --help")
     return args
+
+
+def _check_options(chosen: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Says which option does not exist, before argparse says that the one that was meant is missing."""
+    names = [name[2:] for action in chosen._actions for name in action.option_strings if name[:2] == "--"]
+    for argument in itertools.takewhile(lambda each: each != "--", arguments):
+        name = argument[2:].partition("=")[0]
+        if argument.startswith("--") and " " not in name and name not in {*names, "help", "version"}:
+            near = nearest(name, names)
+            hint = f"did you mean --{near}?" if near else f"see {chosen.prog} --help"
+            chosen.error(f"unknown argument {argument!r}; {hint}")
+
+
+def _chosen(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command, or of the command's command, that the first words name."""
+    for word in arguments[:2]:
+        choices = [action.choices for action in parser._actions if isinstance(action, _SubParsers)]
+        if not choices or word not in (choices[0] or {}):
+            break
+        parser = choices[0][word]
+    return parser
+
+
+def _add_verbose(parser: argparse.ArgumentParser, about: str = "show tracebacks") -> None:
+    parser.add_argument("--verbose", action="store_true", help=about)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -127,6 +163,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="go on after an end-of-sequence token",
     )
+    _add_verbose(parser)
     _add_config_options(parser)
 
 
@@ -150,7 +187,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log_format", choices=("text", "json"), default="text", help="of the log on standard error"
     )
-    parser.add_argument("--verbose", action="store_true", help="log every request, and tracebacks")
+    _add_verbose(parser, "log every request, and tracebacks")
     _add_config_options(parser)
 
 
@@ -166,6 +203,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "--on", metavar="MODEL", help="report what of the adapter would be applied to this model"
     )
     parser.add_argument("--models", action="store_true", help="list the supported architectures")
+    _add_verbose(parser)
     _add_config_options(parser)
 
 
@@ -178,6 +216,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="draw memory by part and projected throughput, too (needs the extra plot)",
     )
+    _add_verbose(parser)
     _add_config_options(parser)
 
 
@@ -190,6 +229,7 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="experts, mlp, all (the default), names of modules, re: and a pattern; with commas between",
     )
+    _add_verbose(parser)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -208,6 +248,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
                 metavar="N" if kind is int else "X",
                 help=about,
             )
+    _add_verbose(parser)
     _add_config_options(parser)
 
 
@@ -215,12 +256,34 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     from hybridserve.bench.options import add_bench_options
 
     add_bench_options(parser)
+    _add_verbose(parser)
     _add_config_options(parser)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="say what is wrong in a file, all of it")
+    show = actions.add_parser("show", help="show settings as YAML, each with its origin")
+    for action in (check, show):
+        action.add_argument("file", metavar="FILE.yaml", type=Path)
+        _add_verbose(action)
+    show.add_argument(
+        "--effective", action="store_true", help="every key that there is, not only those that were set"
+    )
+    for action in (check, show):
+        _add_config_options(action)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    _add_verbose(parser)
 
 
 COMMANDS = {
     "bench": (_add_bench, "measure throughput and latency of a model or of any OpenAI-compatible server"),
     "chat": (_add_chat, "talk with a model, or with one that a server has, in the terminal"),
+    "completion": (_add_completion, "print what makes a shell complete the arguments of hybridserve"),
+    "config": (_add_config, "check a YAML file, or show every setting and where it comes from"),
     "serve": (_add_serve, "serve a model over HTTP, to clients of OpenAI's API"),
     "generate": (_add_generate, "continue a prompt, or a file of prompts"),
     "inspect": (_add_inspect, "show versions, the machine, and which backends are chosen and why"),
@@ -231,10 +294,8 @@ COMMANDS = {
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
     """An option for each key of the configuration: its dotted name, and its last part where that is free."""
-    from hybridserve.config.loader import config_keys
-
     group = parser.add_argument_group("configuration", "Any key of the YAML file; these win over the file.")
-    keys = {key: info for key, info in config_keys().items() if not info.is_required()}
+    keys = known_keys()
     sections = {key.partition(".")[0] for key in keys if "." in key}
     taken = {option for action in parser._actions for option in action.option_strings}
     for key, info in keys.items():
@@ -248,21 +309,31 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
                 dest=CONFIG + key,
                 default=argparse.SUPPRESS,
                 metavar="VALUE",
-                help=f"{info.description} (default: {default})".replace("%", "%%"),
+                help=f"{info.about} (default: {default})".replace("%", "%%"),
             )
+
+
+def typed_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys that were set by options."""
+    from hybridserve.config.settings import TextValue
+
+    typed = {name.removeprefix(CONFIG): text for name, text in vars(args).items() if name.startswith(CONFIG)}
+    return {name: TextValue(text) for name, text in typed.items()}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments of LLM: model or config file, and the keys that were set by options."""
-    from hybridserve.config.loader import TextValue
-
-    options: dict[str, Any] = {
-        name.removeprefix(CONFIG): TextValue(text)
-        for name, text in vars(args).items()
-        if name.startswith(CONFIG)
-    }
     is_file = args.target.lower().endswith((".yaml", ".yml"))
-    return {"config" if is_file else "model": args.target, **options}
+    return {"config" if is_file else "model": args.target, **typed_options(args)}
+
+
+def engine_config(args: argparse.Namespace, **more: object) -> EngineConfig:
+    """What the model or file and the options mean; `more` wins over them."""
+    from hybridserve.config.loader import load_config
+
+    options = {**engine_options(args), **more}
+    model, file = options.pop("model", None), options.pop("config", None)
+    return load_config(model, file, options, with_keys=args.command == "serve")
 
 
 def has_engine_options(args: argparse.Namespace) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from hybridserve.core.request import FinishReason, SamplingParams
+from hybridserve.engine.alternatives import make_plan_or_suggest
 from hybridserve.engine.core import EngineCore
-from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.models.hub import resolve_model
 from hybridserve.outputs import OutputProcessor, RequestOutput, StreamAborted
 from hybridserve.prompts import Message, Prompt, PromptReader, as_prompts, config_of, one_each
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.engine.messages import AdapterInfo, EngineRequest
+    from hybridserve.engine.plan import EnginePlan
     from hybridserve.engine.stats import EngineStats
     from hybridserve.text import Tokenizer
 
@@ -47,7 +48,7 @@ class LLM:
     ) -> None:
         self.config = config_of(model, config, options)
         path = resolve_model(self.config.model)
-        self.plan: EnginePlan = make_plan(self.config, path)
+        self.plan: EnginePlan = make_plan_or_suggest(self.config, path)
         self._prompts = PromptReader.load(self.config, path)
         self._core = EngineCore.create(self.config, self.plan, path)
         self._interrupts = self._core.interrupts
@@ -71,6 +72,7 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
         progress: bool | None = None,
         watch: Callable[[int, str], None] | None = None,
     ) -> list[RequestOutput]:
@@ -78,10 +80,10 @@ class LLM:
         results are in the prompts' order.
 
         `params`, `adapter` (a name; None is the base model) and `priority` are one for all, or a list with
-        one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. `progress` shows
-        a bar on standard error; by default for more than one prompt on a terminal. `watch` is called with the
-        index of a prompt and a piece of its text as pieces come. ValueError, naming the field, before
-        anything runs.
+        one entry a prompt. Under `scheduler.policy: priority` a lower priority runs sooner. Only requests
+        with the same `cache_salt` share what has been computed of prompts. `progress` shows a bar on standard
+        error; by default for more than one prompt on a terminal. `watch` is called with the index of a prompt
+        and a piece of its text as pieces come. ValueError, naming the field, before anything runs.
         """
         many = as_prompts(prompts)
         columns = zip(
@@ -91,7 +93,7 @@ class LLM:
             one_each("priority", priority, int, len(many)),
             strict=True,
         )
-        requests = [self._request(*column) for column in columns]
+        requests = [self._request(*column, cache_salt) for column in columns]
         if progress is None:
             progress = len(many) > 1 and sys.stderr.isatty()
         return self._run(requests, progress, watch)
@@ -103,6 +105,7 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of {"role", "content"}, through the model's chat
@@ -112,7 +115,8 @@ class LLM:
         one = isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts = [self._prompts.chat_ids(conversation) for conversation in conversations]
-        return self.generate(prompts, params, adapter=adapter, priority=priority, progress=progress)
+        options: dict[str, Any] = {"adapter": adapter, "priority": priority, "cache_salt": cache_salt}
+        return self.generate(prompts, params, progress=progress, **options)
 
     def stream(
         self,
@@ -121,12 +125,13 @@ class LLM:
         *,
         adapter: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> TextStream:
         """Generate for one prompt, yielding pieces of text as they come. The request begins with this call,
         on the content that its adapter has now, and closing the iterator aborts it. Raises StreamAborted (a
         RuntimeError) where the engine gives the request up, as it does if the model's logits are not
         finite."""
-        request, text = self._request(prompt, params, adapter, priority)
+        request, text = self._request(prompt, params, adapter, priority, cache_salt)
         if request.params.n != 1:
             raise ValueError(f"n: a stream has one continuation, not {request.params.n}")
         self._prompts.text("prompt")
@@ -291,11 +296,16 @@ class LLM:
                 self._finished.add(delta.request_id)
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams | None, adapter: str | None, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        adapter: str | None,
+        priority: int,
+        cache_salt: str | None = None,
     ) -> tuple[EngineRequest, str | None]:
         self._check_open()
         request, text = self._prompts.request(
-            str(next(self._ids)), prompt, params, adapter, priority, self.plan.max_model_len
+            str(next(self._ids)), prompt, params, adapter, priority, self.plan.max_model_len, cache_salt
         )
         self._core.check(request)
         return request, text

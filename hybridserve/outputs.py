@@ -15,7 +15,7 @@ from hybridserve.engine.messages import RequestMetrics
 from hybridserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hybridserve.engine.messages import EngineRequest, SequenceOutput, TokenLogprobs
 
@@ -155,20 +155,23 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._tracked: dict[str, _Tracked] = {}
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, shown_ids: Collection[int] = ()) -> None:
+        """`shown_ids`: special tokens that are part of its text."""
         params = request.params
         continuations = [
-            _Continuation(self._detokenizer(request.prompt_ids), StopChecker(params.stop))
+            _Continuation(self._detokenizer(request.prompt_ids, shown_ids), StopChecker(params.stop))
             for _ in range(params.n)
         ]
         self._tracked[request.request_id] = _Tracked(
             continuations, params.min_tokens, params.include_stop_str_in_output
         )
 
-    def _detokenizer(self, prompt_ids: list[int]) -> IncrementalDetokenizer | None:
+    def _detokenizer(
+        self, prompt_ids: list[int], shown_ids: Collection[int]
+    ) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
-        detokenizer = self._tokenizer.detokenizer()
+        detokenizer = self._tokenizer.detokenizer(shown_ids=shown_ids)
         for token_id in prompt_ids[-PROMPT_TAIL:]:  # a prompt of ids may end inside a character
             detokenizer.push(token_id)
         return detokenizer

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.grammar.checker import GrammarChecker
+    from hybridserve.text import Tools
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+MAX_SALT = 1024
 
 
 def config_of(
@@ -73,10 +76,16 @@ class PromptReader:
             raise ValueError(f"{field}: {self.tokenizer_error}; give prompts as token ids instead")
         return self.tokenizer
 
-    def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """The token ids of a conversation."""
         tokenizer = self.text("messages")
-        return tokenizer.chat_ids(messages, add_generation_prompt=add_generation_prompt)
+        return tokenizer.chat_ids(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def checked(self, params: SamplingParams) -> SamplingParams:
         """The parameters to use, with structured outputs that can be enforced: it may take seconds to find
@@ -108,6 +117,7 @@ class PromptReader:
         adapter: str | None,
         priority: int,
         max_model_len: int,
+        cache_salt: str | None = None,
     ) -> tuple[EngineRequest, str | None]:
         """The request, which came now, and its prompt's text if that was given as text."""
         params = SamplingParams() if params is None else params
@@ -119,6 +129,8 @@ class PromptReader:
             raise ValueError(f"priority: {priority!r} is not a whole number")
         if abs(priority) > MAX_COUNT:
             raise ValueError(f"priority: is out of range (from {-MAX_COUNT} to {MAX_COUNT})")
+        if not isinstance(cache_salt, str | None) or len(cache_salt or "") > MAX_SALT:
+            raise ValueError(f"cache_salt: is no text of at most {MAX_SALT} characters")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: needs a tokenizer, and there is none ({self.tokenizer_error})")
         if isinstance(prompt, str):
@@ -132,6 +144,7 @@ class PromptReader:
             adapter=adapter,
             priority=priority,
             arrival=time.monotonic(),
+            cache_salt=cache_salt,
         )
         return request, text
 

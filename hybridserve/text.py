@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hybridserve.chat_template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""As OpenAI has them: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 class TokenizerMissing(ValueError):
@@ -96,12 +98,17 @@ class Tokenizer:
         """What a token adds to a text, special tokens by name; U+FFFD for each part of a character."""
         return self.piece(token_id).decode("utf-8", errors="replace")
 
-    def detokenizer(self) -> IncrementalDetokenizer:
+    def detokenizer(self, *, shown_ids: Collection[int] = ()) -> IncrementalDetokenizer:
         """For the ids that follow a prompt."""
-        return IncrementalDetokenizer(self)
+        return IncrementalDetokenizer(self, shown_ids=shown_ids)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written like this, if there is one."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
 
     def piece(self, token_id: int, *, starts_text: bool = False) -> bytes:
         """The UTF-8 bytes, perhaps half a character, that a token adds to a text; empty for an unknown id."""
@@ -155,8 +162,11 @@ class Tokenizer:
 
         return ChatTemplate(self.chat_template)
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation. Raises ValueError for messages that the template refuses.
+    def render_chat(
+        self, messages: Messages, *, add_generation_prompt: bool = True, tools: Tools | None = None
+    ) -> str:
+        """The text of a conversation. Raises ValueError for messages that the template refuses, and for tools
+        where it has no place for them.
 
         The content of an assistant's message may be None, where it called a tool and said nothing.
         """
@@ -169,17 +179,21 @@ class Tokenizer:
             said.append(dict(message) | {"content": "" if message["content"] is None else message["content"]})
         if not said:
             raise ValueError("messages: a conversation needs at least one message")
+        if tools and not self._template.takes_tools:
+            raise ValueError("tools: the model's chat template has no place for them")
         return self._template.render(
             said,
             **self.special_tokens,
             add_generation_prompt=add_generation_prompt,
-            tools=None,
+            tools=tools or None,
             documents=None,
         )
 
-    def chat_ids(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_ids(
+        self, messages: Messages, *, add_generation_prompt: bool = True, tools: Tools | None = None
+    ) -> list[int]:
         """The ids of a conversation. The template writes all special tokens, so none is added to them."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self.encode(text, add_special_tokens=False)
 
 
@@ -192,15 +206,23 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, starts_text: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        starts_text: bool = False,
+        shown_ids: Collection[int] = (),
     ) -> None:
+        """`shown_ids`: special tokens that are never skipped."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._shown_ids = shown_ids
         self._starts_text = starts_text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        is_skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        if is_skipped and token_id not in self._shown_ids:
             return ""
         piece = self._tokenizer.piece(token_id, starts_text=self._starts_text)
         self._starts_text = False

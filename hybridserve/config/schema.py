@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import PurePath
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,9 @@ from pydantic import (
     SecretStr,
     model_validator,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -146,6 +149,14 @@ class CacheConfig(_Section):
     dtype: AutoDtype = Field(default="auto", description="of K and V; auto is the model's")
     state_dtype: Dtype = Field(
         default="float32", description="of the recurrent state; convolution states have the model's"
+    )
+    prefix_caching: bool = Field(
+        default=True, description="compute what prompts have in common once, as long as there is memory"
+    )
+    checkpoint_interval: Literal["auto"] | Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default="auto",
+        description="tokens of a long prompt between two copies of its state that are kept: a multiple of "
+        "block_size; 0: none in between; auto: as many as have as much K and V as a state takes",
     )
     check_integrity: bool = Field(
         default=False, description="check all bookkeeping of blocks and slots after every step (slow)"
@@ -308,6 +319,14 @@ class ServerConfig(_Section):
     heartbeat_seconds: Annotated[float, Field(gt=0, le=10**6)] = Field(
         default=10.0, description="silence of the engine after which it counts as hanging"
     )
+    unknown_fields: Literal["refuse", "warn"] = Field(
+        default="refuse",
+        description="of a request; warn: it is answered without them, and the log and a header name them",
+    )
+    tracing: bool = Field(
+        default=False,
+        description="send a span of each request to OTEL_EXPORTER_OTLP_ENDPOINT (needs the extra otel)",
+    )
     limits: LimitsConfig = Field(default=LimitsConfig(), description="what one request may ask for")
 
 
@@ -356,15 +375,15 @@ class EngineConfig(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """What no single key can tell. Messages begin with the key."""
-        if taken := self.model_names.intersection(self.lora.adapters or ()):
-            raise ValueError(f"lora.adapters.{min(taken)}: is a name of the base model")
-        if self.parallel.executor == "local" and self.parallel.num_ranks > 1:
-            raise ValueError(
-                f"parallel.executor: local is one process, tensor x pipeline are {self.parallel.num_ranks}"
-            )
-        if self.lora.allow_runtime_loading and not self.lora.roots:
-            raise ValueError(
-                "lora.allow_runtime_loading: True: nothing could be loaded, lora.roots names no directory"
-            )
+        """What no single key can tell. A line of the message begins with its key."""
+        if problems := list(self._problems()):
+            raise ValueError("\n".join(problems))
         return self
+
+    def _problems(self) -> Iterator[str]:
+        if taken := self.model_names.intersection(self.lora.adapters or ()):
+            yield f"lora.adapters.{min(taken)}: is a name of the base model"
+        if self.parallel.executor == "local" and self.parallel.num_ranks > 1:
+            yield f"parallel.executor: local is one process, tensor x pipeline are {self.parallel.num_ranks}"
+        if self.lora.allow_runtime_loading and not self.lora.roots:
+            yield "lora.allow_runtime_loading: True: nothing could be loaded, lora.roots names no directory"

@@ -16,15 +16,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
     Dotted names are compared part by part: two keys of one section are not alike for their section's sake.
     """
-    from difflib import SequenceMatcher  # only a mistake needs it
-
     parts = name.lower().split(".")
 
     def likeness(candidate: str) -> float:
         others = candidate.lower().split(".")
         if len(others) != len(parts):
             return 0.0
-        return min(SequenceMatcher(None, *pair).ratio() for pair in zip(parts, others, strict=True))
+        return min(_likeness(*pair) for pair in zip(parts, others, strict=True))
 
     best = max(known, key=likeness, default=None)
     return best if best is not None and likeness(best) >= LEAST_LIKENESS else None
+
+
+def _likeness(one: str, other: str) -> float:
+    """Of 0 to 1. Two neighbouring letters in the wrong order are one mistake, and not two."""
+    from difflib import SequenceMatcher  # only a mistake needs it
+
+    ratio = SequenceMatcher(None, one, other).ratio()
+    swaps = (one[:i] + one[i + 1] + one[i] + one[i + 2 :] for i in range(len(one) - 1))
+    return max(ratio, LEAST_LIKENESS) if other in swaps else ratio

@@ -33,9 +33,10 @@ class BlockPool(UnitPool):
         for block in blocks:
             self._references[block] += 1
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each."""
+    def free(self, blocks: Iterable[int]) -> list[int]:
+        """Drop one reference to each. Returns those that have one left."""
         references = self._references
+        single: list[int] = []
         for block in blocks:
             count = references[block]
             if count == 1:
@@ -43,6 +44,9 @@ class BlockPool(UnitPool):
                 self._give(block)
             else:
                 references[block] = count - 1
+                if count == 2:
+                    single.append(block)
+        return single
 
     def num_references(self, block: int) -> int:
         return self._references.get(block, 0)

@@ -1,20 +1,24 @@
-"""What each sequence holds of the arena. Knows blocks, slots and steps in flight; does not know budgets or
-policies."""
+"""What each sequence holds of the arena, and what is kept for later ones. Knows blocks, slots and steps in
+flight; does not know budgets or policies."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.block_pool import BlockPool
+from hybridserve.core.prefix_cache import OWNER, PrefixCache
 from hybridserve.core.slabs import IntegrityError, SlabAllocator
 from hybridserve.core.slot_pool import SlotPool
 from hybridserve.core.step import UnitCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.prefix_cache import PrefixCounters
+    from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
 
 
@@ -25,7 +29,7 @@ class ForkCopies(NamedTuple):
 
 class CacheUsage(NamedTuple):
     """Units and bytes in use, of what can be handed out: the null slab is not counted, the padding of a unit
-    is."""
+    is. What is kept of prefixes is in use, and evictable unless a sequence or a step holds it as well."""
 
     num_blocks: int
     num_slots: int
@@ -35,10 +39,17 @@ class CacheUsage(NamedTuple):
     num_usable_slabs: int
     num_bytes: int
     num_usable_bytes: int
+    num_cached_blocks: int
+    """Of those in use, blocks that nobody but the prefix cache holds."""
+    num_checkpoints: int
+    """Of the slots in use, those that hold one."""
+    num_live_bytes: int
+    """Of those in use, what sequences hold."""
 
     @property
     def utilisation(self) -> float:
-        return self.num_bytes / self.num_usable_bytes
+        """The share that sequences hold: the rest can be had."""
+        return self.num_live_bytes / self.num_usable_bytes
 
 
 class _Deferred(NamedTuple):
@@ -52,14 +63,30 @@ class _Deferred(NamedTuple):
 class CacheManager:
     """Gives sequences blocks and slots, all or nothing, and takes them back once no step can write them (D5).
 
-    Only blocks that are not full are written, and a fork copies such a one: shared blocks are read-only.
+    Only blocks that are not full are written, and a fork copies such a one: shared blocks are read-only. What
+    the prefix cache holds, and nobody else, is evicted when there is no other room.
     """
 
-    def __init__(self, layout: CacheLayout) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        *,
+        prefix_caching: bool = False,
+        checkpoint_interval: int = 0,
+        counters: PrefixCounters | None = None,
+    ) -> None:
         self.layout = layout
         self.slabs = SlabAllocator(layout.num_slabs)
         self.blocks = BlockPool(self.slabs, layout.blocks_per_slab)
         self.slots = SlotPool(self.slabs, layout.slots_per_slab)
+        self.prefix = PrefixCache(
+            layout,
+            self.blocks,
+            self.slots,
+            enabled=prefix_caching,
+            checkpoint_interval=checkpoint_interval,
+            counters=counters,
+        )
         self.finished_step = -1
         self._deferred: dict[int, list[_Deferred]] = {}
 
@@ -77,13 +104,59 @@ class CacheManager:
             slabs += self.slots.slabs_needed(num_slots)
         return slabs <= self.slabs.num_free
 
+    def make_room(self, num_blocks: int, num_slots: int) -> bool:
+        """`fits`, after evicting as little as that takes; nothing goes where all would not be enough."""
+        if self.fits(num_blocks, num_slots):
+            return True
+        if not self._could_fit(num_blocks, num_slots):
+            return False
+        while not self.fits(num_blocks, num_slots):
+            if not self._evict(wants_block=num_blocks > self.blocks.num_open):
+                return False
+        return True
+
+    def _evict(self, *, wants_block: bool) -> bool:
+        """Blocks that save nothing, then units of the kind that is missing, then of the other: they may empty
+        a slab."""
+        prefix = self.prefix
+        if wants_block or prefix.index.has_useless_block:
+            return prefix.evict_block() or prefix.evict_checkpoint()
+        return prefix.evict_checkpoint() or prefix.evict_block()
+
+    def _could_fit(self, num_blocks: int, num_slots: int) -> bool:
+        """False where so many units could not be had if all that is evictable went, wherever it lies."""
+        index = self.prefix.index
+        room = self.slabs.num_free
+        for pool, num_evictable, wanted in (
+            (self.blocks, index.num_evictable_blocks, num_blocks),
+            (self.slots, index.num_evictable_slots, num_slots),
+        ):
+            if size := pool.units_per_slab:
+                room += (pool.num_open + num_evictable - wanted) // size
+        return room >= 0
+
+    def admit(
+        self, request: Request, match: Match, num_blocks: int, step_id: int
+    ) -> tuple[UnitCopy, ...] | None:
+        """Let a waiting request start in step `step_id` with what was matched, if `num_blocks` more blocks
+        and a slot could be had; None, and nothing has changed but what was evicted, where not."""
+        prefix = self.prefix
+        prefix.hold(match)
+        if not self.make_room(num_blocks, 1):
+            prefix.let_go(match)
+            return None
+        request.block_ids = match.blocks
+        if self.layout.slots_per_slab:
+            request.state_slot = self.slots.allocate(request.id) or 0
+        return prefix.begin(request, match, step_id)
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Give `request` blocks for its first `num_tokens` tokens, and a slot; or nothing (False)."""
         num_blocks = self.blocks_needed(request, num_tokens)
         needs_slot = self.layout.slots_per_slab > 0 and not request.state_slot
         if not num_blocks and not needs_slot:
             return True
-        if not self.fits(num_blocks, int(needs_slot)):
+        if not self.make_room(num_blocks, int(needs_slot)):
             return False
         if num_blocks:
             request.block_ids += self.blocks.allocate(num_blocks) or ()
@@ -96,28 +169,51 @@ class CacheManager:
         if not request.block_ids and not request.state_slot:
             return
         held = _Deferred(request.block_ids, request.state_slot, request.id)
-        request.block_ids, request.state_slot = (), 0
+        request.block_ids, request.state_slot, request.write_from = (), 0, 0
         if request.last_step > self.finished_step:
             self._deferred.setdefault(request.last_step, []).append(held)
         else:
             self._free(held)
 
+    def plan_saves(
+        self, step_id: int, promised: Callable[[], int], *, is_starved: bool
+    ) -> tuple[UnitCopy, ...]:
+        """A step is planned: the states that it saves. `promised`: blocks that the running sequences lack for
+        what is known of them; a checkpoint takes none of their room."""
+        once = functools.cache(promised)  # O(running), and few steps need it
+        return self.prefix.save(step_id, None if is_starved else lambda: self._has_slab_for(once()))
+
+    def _has_slab_for(self, num_promised: int) -> bool:
+        """Whether one more slot would fit beside the promised blocks; what is useless makes room for it."""
+        while not self.fits(num_promised, 1):
+            if not self.prefix.index.has_useless_block:
+                return False
+            self.prefix.evict_block()
+        return True
+
     def step_finished(self, step_id: int) -> None:
         """Nothing up to and including this step runs any more."""
         self.finished_step = step_id
+        self.prefix.step_finished(step_id)
         for step in [step for step in self._deferred if step <= step_id]:
             for held in self._deferred.pop(step):
                 self._free(held)
 
     def _free(self, held: _Deferred) -> None:
-        self.blocks.free(held.blocks)
+        self.prefix.free(held.blocks)
         if held.slot:
             self.slots.free(held.slot, held.owner)
 
     def is_short_of(self, num_blocks: int) -> bool:
         """Whether `num_blocks` could not be had even after the steps in flight have finished."""
-        coming = sum(len(held.blocks) for group in self._deferred.values() for held in group)
-        return num_blocks > self.blocks.num_free + coming
+        deferred = [held for group in self._deferred.values() for held in group]
+        coming = sum(len(held.blocks) for held in deferred) + self.prefix.index.num_evictable_blocks
+        num_blocks -= self.blocks.num_free + coming
+        if num_blocks <= 0 or not self.slots.units_per_slab:
+            return num_blocks > 0
+        slots = [*self.prefix.slots, *(held.slot for held in deferred if held.slot)]
+        slabs = self.slots.slabs_used_by(slots)
+        return num_blocks > slabs * self.blocks.units_per_slab
 
     def fork(self, parent: Request, child: Request) -> ForkCopies | None:
         """Let `child`, which holds nothing, continue from what `parent` has computed; None changes nothing.
@@ -126,11 +222,12 @@ class CacheManager:
         at a block's end, an empty one, so that its next token always fits; and a copy of the state.
         """
         has_blocks, has_slot = self.layout.blocks_per_slab > 0, self.layout.slots_per_slab > 0
-        if not self.fits(int(has_blocks), int(has_slot)):
+        if not self.make_room(int(has_blocks), int(has_slot)):
             return None
         state: tuple[UnitCopy, ...] = ()
         blocks: tuple[UnitCopy, ...] = ()
         child.num_computed = parent.num_computed
+        self.prefix.forked(child)
         if has_blocks:
             num_full, num_partial = divmod(parent.num_computed, self.layout.block_size)
             shared, own = parent.block_ids[:num_full], self.blocks.allocate(1) or ()
@@ -143,8 +240,21 @@ class CacheManager:
             state = (UnitCopy(parent.state_slot, child.state_slot),)
         return ForkCopies(state, blocks)
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What the arena, without the null slab, is used for; "fragmented": free units of slabs in use."""
+        block, slot = self.layout.block_stride, self.layout.slot_stride
+        num_cached, num_checkpoints = self.prefix.index.num_evictable_blocks, self.prefix.num_checkpoints
+        return {
+            "kv_live": (self.blocks.num_used - num_cached) * block,
+            "kv_cached": num_cached * block,
+            "state_live": (self.slots.num_used - num_checkpoints) * slot,
+            "checkpoints": num_checkpoints * slot,
+            "fragmented": self.blocks.num_open * block + self.slots.num_open * slot,
+            "free": self.slabs.num_free * self.layout.slab_bytes,
+        }
+
     def usage(self) -> CacheUsage:
-        layout = self.layout
+        layout, kinds = self.layout, self.bytes_by_kind()
         return CacheUsage(
             num_blocks=self.blocks.num_used,
             num_slots=self.slots.num_used,
@@ -154,6 +264,9 @@ class CacheManager:
             num_usable_slabs=self.slabs.num_usable,
             num_bytes=self.blocks.num_used * layout.block_stride + self.slots.num_used * layout.slot_stride,
             num_usable_bytes=self.slabs.num_usable * layout.slab_bytes,
+            num_cached_blocks=self.prefix.index.num_evictable_blocks,
+            num_checkpoints=self.prefix.num_checkpoints,
+            num_live_bytes=kinds["kv_live"] + kinds["state_live"],
         )
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
@@ -169,6 +282,12 @@ class CacheManager:
                 if slot in owners:
                     raise IntegrityError(f"slot {slot} is held by {owners[slot]!r} and {owner!r}")
                 owners[slot] = owner
+        references.update(self.prefix.block_references)
+        for slot in self.prefix.slots:
+            if slot in owners:
+                raise IntegrityError(f"slot {slot} holds a checkpoint and is held by {owners[slot]!r}")
+            owners[slot] = OWNER
+        self.prefix.check_integrity()
         self.slabs.check_integrity()
         self.blocks.check_integrity(references)
         self.slots.check_integrity(owners)
@@ -177,6 +296,7 @@ class CacheManager:
                 continue
             if len(request.block_ids) < self.layout.blocks_for(request.num_computed):
                 raise IntegrityError(f"request {request.id!r} has computed more tokens than its blocks hold")
-            own = request.block_ids[request.num_computed // self.layout.block_size :]
+            first = max(request.num_computed, request.write_from) // self.layout.block_size
+            own = request.block_ids[first:]
             if any(self.blocks.num_references(block) != 1 for block in own):
                 raise IntegrityError(f"request {request.id!r} would write to a shared block")

@@ -211,6 +211,11 @@ class FairQueue:
             self._level_up(share)
         self._queue(request, share)
 
+    def put_back(self, request: Request) -> None:
+        """One that was in the queue, and was out of it through no wish of its own: its share keeps its
+        claim."""
+        self._queue(request, self.shares[request.adapter])
+
     def _queue(self, request: Request, share: Share) -> None:
         key = self._key(request)
         lane = self._lanes.get(key)

@@ -5,41 +5,86 @@ know who decides it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hybridserve.core.step import ScheduledStep
+from hybridserve.core.step import NO_COPIES, ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_manager import ForkCopies
     from hybridserve.core.request import Request
-    from hybridserve.core.step import ScheduledSequence, UnitCopy
+    from hybridserve.core.step import UnitCopy
+
+
+class Share(NamedTuple):
+    """A request's share of a step: tokens `start .. start + length`. Where they go is not said before the
+    step is frozen, as what its memory is called may still change."""
+
+    request: Request
+    start: int
+    length: int
+    samples: tuple[str, ...]
+    adapter_slot: int
+
+    def freeze(self) -> ScheduledSequence:
+        request = self.request
+        return ScheduledSequence(
+            request.id,
+            self.start,
+            self.length,
+            self.samples,
+            self.start > 0 and request.state_slot > 0,
+            request.block_ids,
+            request.state_slot,
+            self.adapter_slot,
+            request.adapter_start,
+            request.write_from,
+        )
 
 
 @dataclass(slots=True)
 class StepPlan:
     step_id: int
     budget: int  # tokens that it has room for
-    sequences: list[ScheduledSequence] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
     state_copies: list[UnitCopy] = field(default_factory=list)
     block_copies: list[UnitCopy] = field(default_factory=list)
+    state_saves: tuple[UnitCopy, ...] = ()
+    block_swaps_in: list[UnitCopy] = field(default_factory=list)
+    state_swaps_in: list[UnitCopy] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
+    """Ids of requests whose memory has other numbers now."""
     draws: list[Request] = field(default_factory=list)
     completed: list[Request] = field(default_factory=list)
     """Those whose prompts are done and that draw nothing."""
     adapter_slots: set[int] = field(default_factory=set)
+    is_starved: bool = False
+    """A running sequence found no memory."""
 
     def fork(self, parent: Request, child: Request, copies: ForkCopies) -> None:
         self.state_copies += copies.state
         self.block_copies += copies.blocks
         parent.last_step = child.last_step = self.step_id
 
-    def freeze(self, finished: Iterable[str], generation: Callable[[int], int]) -> ScheduledStep:
+    def freeze(
+        self,
+        finished: Iterable[str],
+        generation: Callable[[int], int],
+        *,
+        swaps_out: UnitCopies = NO_COPIES,
+        moves: UnitCopies = NO_COPIES,
+    ) -> ScheduledStep:
         return ScheduledStep(
             step_id=self.step_id,
-            sequences=tuple(self.sequences),
+            sequences=tuple([share.freeze() for share in self.shares]),
             state_copies=tuple(self.state_copies),
             block_copies=tuple(self.block_copies),
+            state_saves=self.state_saves,
+            swaps_out=swaps_out,
+            moves=moves,
+            swaps_in=UnitCopies(tuple(self.block_swaps_in), tuple(self.state_swaps_in)),
+            moved=tuple(sorted(self.moved)),
             finished=tuple(dict.fromkeys(finished)),
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )

@@ -243,6 +243,8 @@ class Request:
     """Identity of the content that the name had when the request came; None: the base model."""
     adapter_start: int = 0
     """The position from which on the adapter is on."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share what has been computed."""
     parent_id: str | None = None
     """The request that this one forked from (params.n > 1), and `index` among its continuations."""
     index: int = 0
@@ -256,10 +258,18 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
+    """Tokens of the prompt that had been computed before, for others."""
     num_pending: int = 0
     num_preemptions: int = 0
     block_ids: tuple[int, ...] = ()
     state_slot: int = 0
+    host_block_ids: tuple[int, ...] = ()
+    """Of the host's memory, where its blocks are while it has been swapped out, and `host_slot` its state."""
+    host_slot: int = 0
+    write_from: int = 0
+    """K and V of tokens before it are in blocks that others share: they are not written again."""
+    next_cut: int = 0
+    """Where the chunk that gets there has to end, as a checkpoint is due; 0: nowhere."""
     last_step: int = -1
     """The newest step that this sequence was part of; until it has finished, what the sequence holds may be
     written."""
@@ -316,6 +326,7 @@ class Request:
                 adapter=self.adapter,
                 adapter_id=self.adapter_id,
                 adapter_start=self.adapter_start,
+                cache_salt=self.cache_salt,
                 parent_id=self.id,
                 index=index,
                 arrival_seq=self.arrival_seq,

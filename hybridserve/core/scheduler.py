@@ -17,11 +17,11 @@ from hybridserve.core.cache_manager import CacheManager
 from hybridserve.core.fair_queue import FairQueue
 from hybridserve.core.forks import Forks
 from hybridserve.core.limits import Limits
-from hybridserve.core.plan import StepPlan
+from hybridserve.core.plan import Share, StepPlan
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import ScheduledSequence
+from hybridserve.core.step import UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -66,6 +66,9 @@ class Scheduler:
     different adapters share the engine by tokens (`fair_share`; `FairQueue` has the rules), and at most
     `max_running_per_adapter` sequences that name the same one run. `adapter_bytes`: what an adapter, by its
     id, takes on the device.
+
+    With `prefix_caching`, what was computed of a prefix is computed once (`PrefixCache`): a request begins
+    where another has been, and waits for one that is on its way there.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Scheduler:
         adapter_bytes: Callable[[str], int] | None = None,
         fair_share: bool = True,
         max_running_per_adapter: int | None = None,
+        prefix_caching: bool = False,
+        checkpoint_interval: int = 0,
     ) -> None:
         self._limits = Limits(
             layout=layout,
@@ -97,7 +102,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.policy = policy
-        self.cache = CacheManager(layout)
+        self._prefix_caching, self._checkpoint_interval = prefix_caching, checkpoint_interval
+        self.cache = CacheManager(
+            layout, prefix_caching=prefix_caching, checkpoint_interval=checkpoint_interval
+        )
         self.adapters = adapters or AdapterSlots(0)
         self.counters = SchedulerCounters()
         self._checks = check_integrity
@@ -152,6 +160,7 @@ class Scheduler:
         if not request.max_computed:
             self.arrive(request)
         self._requests[request.id] = request
+        self.cache.prefix.open(request)
         self._waiting.open(request)
         self._waiting.add(request)
 
@@ -175,6 +184,11 @@ class Scheduler:
             one.stop_reason = stop_reason
             self._finish(one, finish_reason)
         return [TokenEvent(one.id, None, finish_reason) for one in ended]
+
+    def distrust(self, request_id: str) -> None:
+        """What a request has computed is wrong: nobody else is to begin with it."""
+        if (request := self._requests.get(request_id)) is not None:
+            self.cache.prefix.distrust(request)
 
     def preempt(self, request: Request) -> None:
         """Take a running request's memory; it will compute its tokens again, as one longer prompt.
@@ -201,7 +215,12 @@ class Scheduler:
         unborn = [r.id for r in self._requests.values() if r.parent_id is not None and not r.output_ids]
         self._finished += [name for name, request in self._requests.items() if request.block_ids]
         self._finished += self._forks.parent_ids
-        self.cache = CacheManager(self.layout)
+        self.cache = CacheManager(
+            self.layout,
+            prefix_caching=self._prefix_caching,
+            checkpoint_interval=self._checkpoint_interval,
+            counters=self.cache.prefix.counters,
+        )
         self.adapters.reset()
         self._forks.clear()
         self._in_flight.clear()
@@ -213,7 +232,8 @@ class Scheduler:
                 self.counters.num_preemptions += 1
             request.status, request.last_step = RequestStatus.WAITING, -1
             request.block_ids, request.state_slot = (), 0
-            request.num_computed = request.num_pending = 0
+            request.num_computed = request.num_pending = request.write_from = request.next_cut = 0
+            self.cache.prefix.open(request)
         self._running = RequestQueue()
         self._waiting.begin_again(self._requests.values())
         return unborn
@@ -225,13 +245,21 @@ class Scheduler:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
+        self._queue_woken()
         self._fork_children(plan)
         self._schedule_running(plan)
         self._turns.assign(plan.step_id)
         self._admit_waiting(plan)
-        if not plan.sequences:
+        if not plan.shares:
             return None
-        step = plan.freeze(self._finished, self.adapters.generation)
+        plan.state_saves = self.cache.plan_saves(
+            plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
+        )
+        step = plan.freeze(
+            self._finished,
+            self.adapters.generation,
+            moves=UnitCopies(self.cache.blocks.take_moves(), self.cache.slots.take_moves()),
+        )
         self._finished.clear()
         self._in_flight.append(plan)
         self._next_step_id += 1
@@ -246,7 +274,7 @@ class Scheduler:
         promised = self._num_promised_blocks() + (self.layout.blocks_per_slab > 0)
         for parent, children in self._forks.take():
             for child in children:
-                room = self._may_run(child) and self.cache.fits(promised, 1)
+                room = self._may_run(child) and self.cache.make_room(promised, 1)
                 copies = self.cache.fork(parent, child) if room and parent.num_computed else None
                 if copies is None:
                     self.counters.num_failed_forks += 1
@@ -261,17 +289,18 @@ class Scheduler:
     def _schedule_running(self, plan: StepPlan) -> None:
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
         num_decodes = sum([count == 1 for _, count in todo])
-        starved = False
         for request, count in todo:
             if not plan.budget or request.status is not RequestStatus.RUNNING:
                 break
             num_decodes -= count == 1
             # A long prompt leaves room for the decodes after it.
             length = min(count, max(1, plan.budget - num_decodes))
+            if request.next_cut:
+                length = min(length, request.next_cut - request.num_computed)
             num_tokens = request.num_computed + length
             num_blocks = self.cache.blocks_needed(request, num_tokens)
-            if num_blocks and (starved or not self._make_room(request, num_tokens, num_blocks)):
-                starved = True  # from here on, only those that need no memory
+            if num_blocks and (plan.is_starved or not self._make_room(request, num_tokens, num_blocks)):
+                plan.is_starved = True  # from here on, only those that need no memory
                 continue
             self._advance(plan, request, length)
 
@@ -294,17 +323,31 @@ class Scheduler:
         doesn't fit ends it, however small those after it are."""
         if self._waiting.first is None or len(self._running) >= self.max_num_seqs:
             return
-        promised = self._num_promised_blocks()
+        promised, prefix = self._num_promised_blocks(), self.cache.prefix
         while plan.budget and len(self._running) < self.max_num_seqs and (request := self._waiting.first):
+            match = prefix.match(request)
+            if prefix.wait(request, match, plan.step_id):
+                self._waiting.discard(request)
+                continue
             num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            if not self.cache.fits(promised + num_blocks, 1):
+            num_blocks -= len(match.blocks)
+            copies = self.cache.admit(request, match, promised + num_blocks, plan.step_id)
+            if copies is None:
                 break
-            length = min(request.num_tokens, plan.budget)
-            self.cache.reserve(request, length)
+            plan.state_copies += copies
+            length = min(request.num_tokens - request.num_computed, plan.budget)
+            if request.next_cut:
+                length = min(length, request.next_cut - request.num_computed)
+            self.cache.reserve(request, request.num_computed + length)
             self._waiting.discard(request)
             self._start_running(request)
-            promised += num_blocks - len(request.block_ids)
+            promised += num_blocks + len(match.blocks) - len(request.block_ids)
             self._advance(plan, request, length)
+
+    def _queue_woken(self) -> None:
+        """Those that waited for what others computed."""
+        for request in self.cache.prefix.take_woken(self._next_step_id):
+            self._waiting.put_back(request)
 
     def _may_run(self, request: Request) -> bool:
         return len(self._running) < self.max_num_seqs and self._waiting.may_run(request)
@@ -320,6 +363,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self._running.discard(request)
         self._waiting.stop(request)
+        self.cache.prefix.stop(request)
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
@@ -343,6 +387,9 @@ class Scheduler:
                 request.num_pending += 1
         request.num_computed = end
         request.last_step = plan.step_id
+        size = self.layout.block_size
+        if end // size > start // size:
+            self.cache.prefix.computed(request, start)
         plan.budget -= length
         share = self._waiting.shares[request.adapter]
         share.num_computed_tokens += length
@@ -350,18 +397,13 @@ class Scheduler:
         if request.adapter_id is not None:
             adapter_slot = self._turns.charge(request.adapter_id, share, length, plan.step_id)
             plan.adapter_slots.add(adapter_slot)
-        has_state = start > 0 and request.state_slot > 0
-        blocks, slot, on_from = request.block_ids, request.state_slot, request.adapter_start
-        plan.sequences.append(
-            ScheduledSequence(
-                request.id, start, length, samples, has_state, blocks, slot, adapter_slot, on_from
-            )
-        )
+        plan.shares.append(Share(request, start, length, samples, adapter_slot))
 
     def _create_children(self, parent: Request) -> list[Request]:
         children = parent.children()
         for child in children:
             self._requests[child.id] = child
+            self.cache.prefix.open(child)
             self._waiting.open(child)
         if parent.max_computed > parent.num_prompt:
             self._forks.add(parent, list(children))
@@ -405,6 +447,7 @@ class Scheduler:
 
     def _finish(self, request: Request, finish_reason: FinishReason) -> None:
         self._leave_queues(request)
+        self.cache.prefix.close(request)
         self._waiting.close(request)
         del self._requests[request.id]
         if not request.output_ids and (parent := self._requests.get(request.parent_id or "")):
@@ -487,7 +530,8 @@ class Scheduler:
         if any(self._requests.get(name) is not request for name, request in queued.items()):
             raise IntegrityError("a request that has finished is queued")
         for request in self._requests.values():
-            if request.id not in queued and not request.num_pending and not self._forks.waits(request):
+            waits = self._forks.waits(request) or self.cache.prefix.holds(request)
+            if request.id not in queued and not request.num_pending and not waits:
                 raise IntegrityError(f"request {request.id!r} is in no queue and nothing will put it there")
             if request.status is RequestStatus.WAITING and (request.block_ids or request.state_slot):
                 raise IntegrityError(f"request {request.id!r} is waiting, but holds memory")

@@ -6,6 +6,13 @@ Knows ids and counts; does not know bytes, requests or what a unit holds.
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from hybridserve.core.step import UnitCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class SlabKind(enum.IntEnum):
@@ -96,6 +103,7 @@ class UnitPool:
         self._free: dict[int, list[int]] = {}  # slab -> its free units
         self._by_room: list[dict[int, None]] = [{} for _ in range(units_per_slab + 1)]  # free units -> slabs
         self._rooms = 0  # bit r is set where _by_room[r] is not empty, r > 0
+        self._moves: dict[int, int] = {}  # new unit -> where what it holds was when the last step was frozen
 
     @property
     def num_slabs(self) -> int:
@@ -115,6 +123,21 @@ class UnitPool:
         """Slabs that must be added before `count` more units can be taken."""
         missing = count - self.num_open
         return -(-missing // self.units_per_slab) if missing > 0 else 0
+
+    def slabs_used_by(self, units: Iterable[int]) -> int:
+        """Slabs that would be empty without these units, which are in use."""
+        counts = Counter(unit // self.units_per_slab for unit in units)
+        return sum(count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items())
+
+    def origin(self, unit: int) -> int:
+        """Where the next step finds what a unit holds."""
+        return self._moves.get(unit, unit)
+
+    def take_moves(self) -> tuple[UnitCopy, ...]:
+        """Moves since the last call, for the step that is frozen."""
+        moves = tuple([UnitCopy(source, unit) for unit, source in self._moves.items()])
+        self._moves.clear()
+        return moves
 
     def _take(self, count: int) -> list[int]:
         """`count` units; the caller has checked that they are there."""
@@ -138,6 +161,7 @@ class UnitPool:
         free = self._free[slab]
         free.append(unit)
         self.num_used -= 1
+        self._moves.pop(unit, None)
         room = len(free)
         self._move(slab, room - 1, room)
         if room == self.units_per_slab:

@@ -28,27 +28,53 @@ class ScheduledSequence(NamedTuple):
     """0 for the base model."""
     adapter_start: int = 0
     """The position from which on the adapter is on."""
+    write_from: int = 0
+    """K and V of positions before it are there, in blocks that others share: they are computed again for the
+    state's sake, and go to the null block."""
 
 
 class UnitCopy(NamedTuple):
-    """Copy one block or one slot onto another before the layers of the step run."""
+    """Copy one block or one slot onto another."""
 
     source: int
     destination: int
+
+
+class UnitCopies(NamedTuple):
+    """Copies of blocks and of slots."""
+
+    blocks: tuple[UnitCopy, ...] = ()
+    slots: tuple[UnitCopy, ...] = ()
+
+
+NO_COPIES = UnitCopies()
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """What one step computes. It runs at most once (D7).
 
-    In order: forget `finished`, make the copies, run the layers over `sequences`, draw. Raises ValueError if
-    it contradicts itself.
+    In order: forget `finished`, swap out, move, swap in, make the copies, run the layers over `sequences`,
+    make the saves, draw. Whoever runs steps runs them one after the other. So a unit that a step swaps or
+    moves away may hold something else in the same step.
+
+    Raises ValueError if it contradicts itself.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     state_copies: tuple[UnitCopy, ...] = ()
     block_copies: tuple[UnitCopy, ...] = ()
+    state_saves: tuple[UnitCopy, ...] = ()
+    """Copies of states as they are after this step."""
+    swaps_out: UnitCopies = NO_COPIES
+    """From the arena (sources) to the host's memory (destinations); all sources as the step finds them."""
+    moves: UnitCopies = NO_COPIES
+    """Within the arena; all sources as the step finds them."""
+    swaps_in: UnitCopies = NO_COPIES
+    """From the host's memory (sources) to the arena (destinations)."""
+    moved: tuple[str, ...] = ()
+    """Ids of live requests whose blocks or slot have other numbers now."""
     finished: tuple[str, ...] = ()
     """Ids that gave up their memory since the step before: finished, aborted or preempted (and perhaps back
     here)."""
@@ -59,7 +85,7 @@ class ScheduledStep:
     def __post_init__(self) -> None:
         names: set[str] = set()
         drawn: list[str] = []
-        for request_id, start, length, samples, has_state, block_ids, state_slot, _, _ in self.sequences:
+        for request_id, start, length, samples, has_state, block_ids, state_slot, *_ in self.sequences:
             names.add(request_id)
             drawn += samples
             if start < 0 or length < 1:
@@ -72,9 +98,16 @@ class ScheduledStep:
             raise ValueError("a step has sequences, and each of them once")
         if len(set(drawn)) != len(drawn):
             raise ValueError("a request would draw two tokens in one step")
-        for copies in (self.state_copies, self.block_copies):
+        saved = {copy.destination for copy in self.state_saves}
+        if saved & {sequence.state_slot for sequence in self.sequences}:
+            raise ValueError("a state would be saved onto another")
+        for copies in (self.state_copies, self.block_copies, self.state_saves):
             destinations = {copy.destination for copy in copies}
-            if len(destinations) != len(copies) or any(copy.source in destinations for copy in copies):
+            if any(copy.source in destinations for copy in copies):
+                raise ValueError("copies would overwrite each other, so their order would matter")
+        every = (self.state_copies, self.block_copies, self.state_saves)
+        for copies in (*every, *self.swaps_out, *self.moves, *self.swaps_in):
+            if len({copy.destination for copy in copies}) != len(copies):
                 raise ValueError("copies would overwrite each other, so their order would matter")
             if any(0 in copy for copy in copies):
                 raise ValueError("a copy from or to a null unit")

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridserve.engine.arena_plan import DoesNotFitError
 from hybridserve.engine.hardware import HARDWARE, choose_hardware
-from hybridserve.engine.planner import plan_model
+from hybridserve.engine.planner import make_plan, plan_model
 from hybridserve.engine.units import size_below
+from hybridserve.models.config import load_hf_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.engine.plan import EnginePlan
@@ -46,9 +48,21 @@ def plan_or_suggest(
     try:
         return plan_model(config, hf_config, shape=shape)
     except DoesNotFitError as error:
-        found = [" with ".join(map(str, each)) for each in _nearest(config, hf_config, error.room)]
-        hint = f"; what would fit: {', or '.join(found)}" if found else ""
-        raise DoesNotFitError(f"{error}{hint}", room=error.room) from None
+        raise _with_hint(error, config, hf_config) from None
+
+
+def make_plan_or_suggest(config: EngineConfig, model_path: Path) -> EnginePlan:
+    """As `make_plan`, likewise."""
+    try:
+        return make_plan(config, model_path)
+    except DoesNotFitError as error:
+        raise _with_hint(error, config, load_hf_config(model_path)) from None
+
+
+def _with_hint(error: DoesNotFitError, config: EngineConfig, hf_config: Mapping[str, Any]) -> DoesNotFitError:
+    found = [" with ".join(map(str, each)) for each in _nearest(config, hf_config, error.room)]
+    hint = f"; what would fit: {', or '.join(found)}" if found else ""
+    return DoesNotFitError(f"{error}{hint}", room=error.room)
 
 
 def _nearest(config: EngineConfig, hf_config: Mapping[str, Any], room: int) -> Sequence[tuple[_Change, ...]]:

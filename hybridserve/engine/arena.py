@@ -7,15 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec
+from hybridserve.engine.units import size_below, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hybridserve.layers.context import CacheView
+
+
+SHARE = 7 / 8
+"""Of what could be allocated once: something is to be left for what is computed."""
+
+
+def _largest(num_bytes: int, device: torch.device) -> int:
+    """Bytes of an arena that can be had, found by trying: the reason may be a limit that no number tells."""
+    while (num_bytes := num_bytes * 3 // 4) >= 2**20:
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError:
+            continue
+        return int(num_bytes * SHARE)
+    return 0
 
 
 class Arena:
@@ -32,10 +47,10 @@ class Arena:
         try:
             self.buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError:
-            available = psutil.virtual_memory().available
+            fitting = _largest(num_bytes, device)
+            hint = f"; what would fit: cache.memory_bytes: {size_below(fitting)[0]}" if fitting else ""
             raise ValueError(
-                f"cache.memory_bytes: an arena of {num_bytes / 2**30:,.1f} GiB can't be allocated; "
-                f"{available / 2**30:,.1f} GiB are available"
+                f"cache.memory_bytes: an arena of {size_text(num_bytes)} can't be allocated{hint}"
             ) from None
         self.blocks = self._units(layout.blocks_per_slab, layout.block_stride)
         self.slots = self._units(layout.slots_per_slab, layout.slot_stride)

@@ -131,6 +131,8 @@ class EngineCore:
             adapter_bytes=None if store is None else store.device_bytes,
             fair_share=config.lora.fair_share,
             max_running_per_adapter=config.lora.max_running_per_adapter,
+            prefix_caching=plan.prefix_caching,
+            checkpoint_interval=plan.checkpoint_interval,
         )
         builder = InputBuilder(
             block_size=plan.layout.block_size,
@@ -185,6 +187,7 @@ class EngineCore:
             adapter=request.adapter,
             adapter_id=adapter_id,
             adapter_start=adapter_start,
+            cache_salt=request.cache_salt,
         )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -239,7 +242,8 @@ class EngineCore:
     def gauges(self) -> dict[str, Any]:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
         was used to its counters."""
-        return {**self.stats.gauges(self.scheduler), **self.adapters.gauges()}
+        gauges = self.stats.gauges(self.scheduler)
+        return {**gauges, **self._grammars.gauges(), **self.adapters.gauges()}
 
     def unfinished(self) -> Iterator[tuple[Request, float]]:
         """Every sequence that has not finished, and when it arrived (monotonic seconds); the oldest first."""
@@ -318,6 +322,8 @@ class EngineCore:
             self._emit(live.request, prompt_logprobs=scored)
         for request_id, token_id in sampled.items():
             if token_id < 0:
+                self.scheduler.distrust(request_id)
+                self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
                 self._abort(request_id, NOT_FINITE)
         complete = self._follow_grammars(sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)

@@ -6,6 +6,7 @@ request has seen that its description can be compiled (`grammar.checker`); here 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
@@ -51,6 +52,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
         self._num_bytes = 0
+        self._num_compiled = self._num_failed = self._num_hits = 0
+        self._compile_seconds = 0.0
         self.waiting: dict[str, tuple[Request, Future[LLMatcher]]] = {}
         """Requests whose grammars are being compiled, by id."""
 
@@ -70,6 +73,8 @@ class Grammars:
         future = self._kept.get(spec)
         if future is None:
             future = self._keep(spec, self._jobs().submit(partial(self._compile, spec)))
+        else:
+            self._num_hits += 1
         self._kept.move_to_end(spec)
         self.waiting[request.id] = request, future
 
@@ -90,6 +95,18 @@ class Grammars:
         """Until `take` has something to give, or for a moment."""
         wait([future for _, future in self.waiting.values()], WAIT_SECONDS, FIRST_COMPLETED)
 
+    def gauges(self) -> dict[str, float]:
+        """Counters since the start, and what is kept now."""
+        return {
+            "num_compiled_grammars": self._num_compiled,
+            "num_failed_grammars": self._num_failed,
+            "num_grammar_hits": self._num_hits,
+            "grammar_compile_seconds": self._compile_seconds,
+            "num_cached_grammars": len(self._kept),
+            "cached_grammar_bytes": self._num_bytes,
+            "num_waiting_for_grammar": len(self.waiting),
+        }
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close(CLOSE_SECONDS)
@@ -107,7 +124,17 @@ class Grammars:
 
     def _compile(self, spec: StructuredOutputs) -> LLMatcher:
         """In the thread."""
-        return compile_matcher(self._load(), prepare(spec))
+        tokenizer = self._load()
+        begin = time.perf_counter()
+        try:
+            matcher = compile_matcher(tokenizer, prepare(spec))
+        except ValueError:
+            self._num_failed += 1
+            raise
+        finally:
+            self._compile_seconds += time.perf_counter() - begin
+        self._num_compiled += 1
+        return matcher
 
     def _keep(self, spec: StructuredOutputs, future: Future[LLMatcher]) -> Future[LLMatcher]:
         self._kept[spec] = future

@@ -90,7 +90,8 @@ class StepInput:
     sampling: SamplingInput | None
     prompt_logprobs: PromptLogprobsInput | None
     state_copies: np.ndarray  # [C, 2] int64: source, destination
-    block_copies: np.ndarray  # [C, 2] int64
+    block_copies: np.ndarray  # [D, 2] int64
+    state_saves: np.ndarray  # [E, 2] int64: source, destination, after the layers
 
 
 @dataclass(slots=True)
@@ -222,6 +223,9 @@ class InputBuilder:
         if block_table.shape[1]:  # else no layer has blocks
             blocks = block_table[row, positions // self._block_size].astype(np.int64)
             slot_mapping = blocks * self._block_size + positions % self._block_size
+            write_from = np.array(columns.write_from, dtype=np.int64)
+            if write_from.any():
+                slot_mapping[positions < np.repeat(write_from, lengths)] = 0
         sampling, sample_ids = self._sampling(sequences, requests, query_start)
         prompt_logprobs, prompt_spans = self._prompt_logprobs(sequences, requests, query_start)
         step_input = StepInput(
@@ -242,6 +246,7 @@ class InputBuilder:
             prompt_logprobs=prompt_logprobs,
             state_copies=np.array(step.state_copies, dtype=np.int64).reshape(-1, 2),
             block_copies=np.array(step.block_copies, dtype=np.int64).reshape(-1, 2),
+            state_saves=np.array(step.state_saves, dtype=np.int64).reshape(-1, 2),
         )
         self._previous_rows = {request_id: row for row, request_id in enumerate(sample_ids)}
         return BuiltStep(step_input, sample_ids, prompt_spans)

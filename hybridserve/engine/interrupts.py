@@ -33,13 +33,18 @@ class Interrupts:
         self._lets_through: list[bool] = []  # of the blocks, the innermost one last
         self._plain: dict[int, Handler] = {}
         self._came: dict[int, None] = {}
+        self._raised = 0
+        """The signal whose handler raised last."""
 
     def held(self) -> Block:
         """What comes within is handled when the block ends: KeyboardInterrupt is raised there."""
         return Block(self, lets_through=False)
 
     def let_through(self) -> Block:
-        """Within a block that is `held`: what comes is handled at once; first, what has come before."""
+        """Within a block that is `held`: what comes is handled at once; first, what has come before.
+
+        What a handler raises while Python collects something is lost (Python prints it, and goes on). So
+        where a block ends as if nothing had been raised in it, the signal is handled again."""
         return Block(self, lets_through=True)
 
     def _begin(self) -> None:
@@ -74,6 +79,7 @@ class Interrupts:
             number, _ = self._came.popitem()
             if blocks:
                 blocks[-1] = False
+            self._raised = number
             self._plain[number](number, None)
             if blocks:
                 blocks[-1] = True
@@ -100,12 +106,14 @@ class Block:
             self._owner._deliver()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._level < 0:
             return
-        blocks = self._owner._lets_through
+        owner, blocks = self._owner, self._owner._lets_through
+        if self._new and kind is None and not blocks[self._level]:  # a handler raised, and nobody noticed
+            owner._came[owner._raised] = None
         del blocks[self._level :]  # with those inside that a signal left before they could end
         if self._level == 0:
-            self._owner._end()
+            owner._end()
         elif blocks[-1]:
-            self._owner._deliver()
+            owner._deliver()

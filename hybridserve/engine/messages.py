@@ -22,6 +22,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     adapter: str | None = None
     priority: int = 0
     arrival: float = 0.0
+    cache_salt: str | None = None
+    """Only requests with the same salt share what has been computed."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

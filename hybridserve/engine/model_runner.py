@@ -59,6 +59,8 @@ class ModelRunner:
         self._copy_units(step)
         context = self._context(step)
         hidden = self.model(self._input_ids(step), context)
+        if len(step.state_saves):
+            self.arena.copy_slots(*self._to_device(step.state_saves).unbind(1))
         forwarded = time.perf_counter()
         output = StepOutput(step.step_id, [])
         if hidden is None:

@@ -123,6 +123,9 @@ class EnginePlan:
     max_num_batched_tokens: int
     vocab_size: int
     parallel: ParallelPlan
+    prefix_caching: bool
+    checkpoint_interval: int
+    """Tokens of a long prompt between two checkpoints; 0: none in between."""
     layout: CacheLayout
     """What the scheduler goes by. With several stages its sizes are the largest of any stage."""
     stages: tuple[StagePlan, ...]

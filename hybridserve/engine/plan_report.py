@@ -131,6 +131,11 @@ def _arena_rows(plan: EnginePlan) -> Iterator[Row]:
         )
     if layout.slots_per_slab:
         yield "slot", f"{size_text(layout.bytes_per_slot)} a sequence, recurrent state {plan.state_dtype}"
+    if plan.prefix_caching:
+        points = f", with a state every {plan.checkpoint_interval:,} tokens of a long prompt"
+        yield "prefixes", "are kept while there is memory" + (points if plan.checkpoint_interval else "")
+    else:
+        yield "prefixes", "are not kept (cache.prefix_caching is false)"
     if len(plan.stages) > 1:
         for numbers, stage in plan.kinds_of_stages():
             yield _numbered(numbers), _stage_text(numbers, stage)

@@ -23,6 +23,7 @@ from hybridserve.engine.arena_plan import (
 )
 from hybridserve.engine.hardware import Hardware, choose_hardware
 from hybridserve.engine.plan import BackendChoice, EnginePlan, ParallelPlan, StagePlan
+from hybridserve.engine.prefix_plan import plan_checkpoint_interval
 from hybridserve.engine.quantization_plan import plan_quantization
 from hybridserve.engine.roofline import StageCost
 from hybridserve.engine.units import size_text
@@ -142,6 +143,8 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         vocab_size=model.vocab_size,
         parallel=parallel,
+        prefix_caching=config.cache.prefix_caching,
+        checkpoint_interval=plan_checkpoint_interval(config.cache, layout),
         layout=layout,
         stages=tuple(
             StagePlan(

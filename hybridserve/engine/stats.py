@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hybridserve.core.prefix_cache import PrefixCounters
     from hybridserve.core.scheduler import Scheduler
 
 
@@ -22,6 +23,8 @@ class EngineStats:
     num_finished_sequences: int = 0
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
+    num_not_finite: int = 0
+    """Sequences that ended since their logits held NaN or infinity."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("schedule", "build", "forward", "sample", "update"), 0.0)
     )
@@ -36,10 +39,23 @@ class EngineStats:
             "num_finished_sequences": self.num_finished_sequences,
             "num_computed_tokens": self.num_computed_tokens,
             "num_generated_tokens": self.num_generated_tokens,
+            "num_not_finite": self.num_not_finite,
             "num_preemptions": scheduler.counters.num_preemptions,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
             **{f"cache_{name}": value for name, value in usage._asdict().items()},
             "cache_utilisation": usage.utilisation,
+            **{f"cache_bytes_{kind}": size for kind, size in scheduler.cache.bytes_by_kind().items()},
+            **_of_prefixes(scheduler.cache.prefix.counters),
         }
+
+
+def _of_prefixes(counters: PrefixCounters) -> dict[str, float]:
+    numbers = asdict(counters)
+    by_cause = numbers.pop("hit_tokens")
+    return {
+        "prefix_num_hit_tokens": sum(by_cause.values()),
+        **{f"prefix_num_hit_tokens_{cause}": count for cause, count in by_cause.items()},
+        **{f"prefix_{name}": value for name, value in numbers.items()},
+    }

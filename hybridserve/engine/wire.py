@@ -150,7 +150,7 @@ def _aligned(offset: int) -> int:
 
 STEP_INPUT = Format(
     b"HSSI",
-    1,
+    2,
     (
         Column("input_ids", "i8", ("T",)),
         Column("positions", "i8", ("T",)),
@@ -166,6 +166,7 @@ STEP_INPUT = Format(
         Column("pending", "i8", ("Q", 2)),
         Column("state_copies", "i8", ("C", 2)),
         Column("block_copies", "i8", ("D", 2)),
+        Column("state_saves", "i8", ("E", 2)),
         Column("sampling.rows", "i8", ("R",)),
         Column("sampling.temperature", "f4", ("R",)),
         Column("sampling.uniform", "f8", ("R",)),

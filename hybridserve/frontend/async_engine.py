@@ -24,7 +24,7 @@ from hybridserve.models.hub import resolve_model
 from hybridserve.prompts import PromptReader, config_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hybridserve.frontend.streams import RequestStream
     from hybridserve.outputs import RequestOutput
     from hybridserve.prompts import Message, Prompt
-    from hybridserve.text import Tokenizer
+    from hybridserve.text import Tokenizer, Tools
 
 T = TypeVar("T")
 
@@ -202,21 +202,28 @@ class AsyncLLM:
         adapter: str | None = None,
         priority: int = 0,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        shown_ids: Collection[int] = (),
+        on_taken: Callable[[], None] | None = None,
     ) -> RequestStream:
         """Queue a request; returns, when the engine has it, the stream of what comes of it. The caller is to
-        close that. ValueError, naming the field, for a request that can't be served, and nothing runs."""
+        close that. ValueError, naming the field, for a request that can't be served, and nothing runs.
+
+        `shown_ids`: special tokens that are part of the text, as no others are. Only requests with the same
+        `cache_salt` share what has been computed of prompts. `on_taken` is called in the event loop when the
+        engine says that it has the request, though the caller may have left by then."""
         client = self._started()
         name = client.reserve(request_id)
         try:
             if isinstance(params, SamplingParams):
                 params = await self.checked(params)
             request, payload, text = await self.in_worker(
-                self._read, client.next_id(), prompt, params, adapter, priority
+                self._read, client.next_id(), prompt, params, adapter, priority, cache_salt
             )
         except BaseException:
             client.release(name)
             raise
-        return await client.submit(name, request, payload, text)
+        return await client.submit(name, request, payload, text, shown_ids, on_taken)
 
     def _read(
         self,
@@ -225,11 +232,12 @@ class AsyncLLM:
         params: SamplingParams | None,
         adapter: str | None,
         priority: int,
+        cache_salt: str | None,
     ) -> tuple[EngineRequest, bytes, str | None]:
         """The request, its message and the prompt's text. What this refuses the engine never sees."""
         ready = self._ready()
         request, text = self._prompts.request(
-            engine_id, prompt, params, adapter, priority, ready.max_model_len
+            engine_id, prompt, params, adapter, priority, ready.max_model_len, cache_salt
         )
         check_length(len(request.prompt_ids), request.params, ready.max_model_len)
         check_vocabulary(request.prompt_ids, request.params, ready.vocab_size)
@@ -251,6 +259,7 @@ class AsyncLLM:
         adapter: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate for one prompt, given as text or token ids: yields the same output again and again as it
         grows, at most once a step, and last when it is `finished`.
@@ -258,7 +267,9 @@ class AsyncLLM:
         Leaving the iterator (`aclose`, a `break`, cancellation) aborts the request. ValueError, naming the
         field, before anything runs; EngineDead if the engine dies meanwhile.
         """
-        stream = await self.submit(prompt, params, adapter=adapter, priority=priority, request_id=request_id)
+        stream = await self.submit(
+            prompt, params, adapter=adapter, priority=priority, request_id=request_id, cache_salt=cache_salt
+        )
         output = stream.new_output()
         async with contextlib.aclosing(stream):
             async for deltas in stream:
@@ -274,11 +285,14 @@ class AsyncLLM:
         adapter: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, a list of {"role", "content"}, through the model's chat template; otherwise
         as `generate`."""
         prompt = await self.encode_chat(messages)
-        outputs = self.generate(prompt, params, adapter=adapter, request_id=request_id, priority=priority)
+        outputs = self.generate(
+            prompt, params, adapter=adapter, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
         async with contextlib.aclosing(outputs):  # type: ignore[type-var]  # it is an asynchronous generator
             async for output in outputs:
                 yield output
@@ -296,11 +310,16 @@ class AsyncLLM:
         return await self.in_worker(partial(encode, text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
     ) -> list[int]:
-        """The token ids of a conversation. ValueError for one that the chat template refuses."""
-        encode = self._prompts.chat_ids
-        return await self.in_worker(partial(encode, messages, add_generation_prompt=add_generation_prompt))
+        """The token ids of a conversation, and of what the model is told of tools. ValueError for what the
+        chat template refuses."""
+        encode = partial(self._prompts.chat_ids, add_generation_prompt=add_generation_prompt, tools=tools)
+        return await self.in_worker(encode, messages)
 
     async def decode(self, token_ids: Iterable[int]) -> str:
         return await self.in_worker(self._prompts.text("prompt").decode, token_ids)

@@ -12,12 +12,12 @@ import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridserve.frontend import protocol
-from hybridserve.frontend.errors import EngineDead, EngineState, EngineUnavailable
+from hybridserve.frontend.errors import EngineClosed, EngineDead, EngineState, EngineUnavailable
 from hybridserve.frontend.streams import RequestStream
 from hybridserve.outputs import OutputProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
@@ -64,6 +64,8 @@ class EngineClient:
         """Names of those that were aborted before they had one."""
         self._streams: dict[str, RequestStream] = {}
         """By the engine's id."""
+        self._on_taken: dict[str, Callable[[], None]] = {}
+        """By the engine's id: who is to hear that it has a request, until it has said so or refused."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
         self.process = make_process(self._receive, self._receive_end)
@@ -101,7 +103,7 @@ class EngineClient:
 
     async def close(self) -> None:
         was_ready = self.state in (EngineState.READY, EngineState.DRAINING)
-        self._fail(EngineDead(CLOSED))
+        self._fail(EngineClosed(CLOSED))
         if was_ready:
             self._send(protocol.Close())
             with contextlib.suppress(TimeoutError):
@@ -137,15 +139,24 @@ class EngineClient:
         return str(next(self._ids))
 
     async def submit(
-        self, name: str, request: EngineRequest, payload: bytes, prompt: str | None
+        self,
+        name: str,
+        request: EngineRequest,
+        payload: bytes,
+        prompt: str | None,
+        shown_ids: Collection[int] = (),
+        on_taken: Callable[[], None] | None = None,
     ) -> RequestStream:
         """Send a request (`payload` is its message), and wait until the engine has queued it. ValueError
-        where it refuses. Cancelling this aborts the request."""
+        where it refuses. Cancelling this aborts the request. `shown_ids`: special tokens that are part of its
+        text. `on_taken` is called when the engine has it, even where nobody waits for it any more."""
         if self.error is not None:
             raise self.error.copy()
         stream = RequestStream(name, request, prompt, self._abandon)
         self._names[name] = self._streams[stream.engine_id] = stream
-        self._processor.add(request)
+        if on_taken is not None:
+            self._on_taken[stream.engine_id] = on_taken
+        self._processor.add(request, shown_ids)
         self.process.send(payload)
         if name in self._aborted:
             self.abort(name)
@@ -236,9 +247,12 @@ class EngineClient:
         match message:
             case protocol.Admitted(accepted, refused):
                 for engine_id in accepted:
+                    if (on_taken := self._on_taken.pop(engine_id, None)) is not None:
+                        on_taken()
                     if engine_id in self._streams:
                         self._streams[engine_id].accept()
                 for engine_id, reason in refused:
+                    self._on_taken.pop(engine_id, None)
                     if (stream := self._forget(engine_id)) is not None:
                         stream.fail(ValueError(reason))
             case protocol.Result(call_id, value):
@@ -268,6 +282,7 @@ class EngineClient:
         if self.error is not None:
             return
         self.error, self.state = error, EngineState.DEAD
+        self._on_taken.clear()
         for engine_id in list(self._streams):
             if (stream := self._forget(engine_id)) is not None:
                 stream.fail(error.copy())

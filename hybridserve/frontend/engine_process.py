@@ -46,6 +46,7 @@ def main(load: Load | None = None) -> None:
     begin = time.perf_counter()
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or supervisor sends them to the client, too
         signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # of whoever started this, and of its children
     die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
@@ -68,17 +69,17 @@ def load_engine(channel: Channel, inbox: Inbox, begin: float) -> tuple[EngineCor
     """Load what `Start` says, telling of each phase; `begin` is when the process did."""
     with _phase(channel, "import", begin):
         from hybridserve.config.schema import EngineConfig
+        from hybridserve.engine.alternatives import make_plan_or_suggest
         from hybridserve.engine.core import EngineCore
-        from hybridserve.engine.planner import make_plan
     start = inbox.take_start()
     config, path = EngineConfig.model_validate_json(start.config), Path(start.model_path)
     with _phase(channel, "plan"):
-        plan = make_plan(config, path)
+        plan = make_plan_or_suggest(config, path)
     with _phase(channel, "load"):
         core = EngineCore.create(config, plan, path)
         core.warm_up()
-    gc.collect()
-    gc.freeze()  # what is there now stays: the collector need not look at it again
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not look at it again
     pulse = Pulse(
         channel,
         start.beat_seconds,

@@ -26,4 +26,8 @@ class EngineDead(EngineUnavailable):
 
     def copy(self) -> EngineDead:
         """For another one who is to be told: a traceback grows where an exception is raised again."""
-        return EngineDead(str(self), self.details)
+        return type(self)(str(self), self.details)
+
+
+class EngineClosed(EngineDead):
+    """It was closed by its user: nothing has failed."""

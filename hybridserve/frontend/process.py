@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 EXIT_SECONDS = 5.0
 """For a process that has hung up to end by itself."""
 MAX_BEAT_SECONDS = 1.0
+LEFT_TO_CLIENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a terminal or a supervisor sends to the engine's process too."""
 
 
 class EngineProcess:
@@ -113,7 +115,9 @@ class EngineProcess:
         self._on_end(*self._reason(process.returncode))
 
     def _spawn(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """In a process group of its own: Ctrl-C in a terminal is for the client to judge."""
+        """In a process group of its own: Ctrl-C in a terminal is for the client to judge. Signals are blocked
+        in this thread, and so in the process from its first moment until it ignores them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_CLIENT)
         paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 - text, as the others
         return subprocess.Popen(
             [sys.executable, "-P", "-m", self._entry, str(theirs.fileno())],

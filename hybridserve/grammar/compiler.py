@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING
 
 from hybridserve.core.structured_outputs import StructuredOutputs
+from hybridserve.grammar.schema_numbers import check_numbers, check_numbers_in_lark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
 """Between the parts of a JSON text. Without a bound, a model that likes spaces never gets to the end."""
 MESSAGE_LENGTH = 200
 NO_TEXT = "no text is like this"
+NO_END = f"{NO_TEXT}: nothing matches it, or it never ends"
 MAX_LEXER_STATES = 50_000
 """Each is 1 to 2 kB: the part of a matcher that grows."""
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -101,12 +103,14 @@ def _source(spec: StructuredOutputs) -> str:
     if spec.choice is not None:
         return LLMatcher.grammar_from_regex("|".join(map(_escape, spec.choice)))
     if spec.grammar is not None:
+        check_numbers_in_lark(spec.grammar)
         return LLMatcher.grammar_from_lark(spec.grammar)
     schema = json.loads(spec.text)
     if schema is False:
         raise ValueError(NO_TEXT)
     if schema is not True and "x-guidance" in schema:
         raise ValueError("can't be enforced: x-guidance")
+    check_numbers(schema)
     return LLMatcher.grammar_from_json_schema(
         "{}" if schema is True else spec.text, overrides={"lenient": False, "whitespace_pattern": WHITESPACE}
     )
@@ -126,6 +130,10 @@ def explain(problem: str) -> str:
         return "can't be enforced: oneOf, where its branches may overlap; anyOf can"
     if inner := re.search(r"regex parse error:.*?error: ([^\n]*)", problem, re.DOTALL):
         return f"not a regular expression: {inner[1][:MESSAGE_LENGTH]}"
+    if "NoExtension" in problem or "Regex is empty" in problem:
+        return NO_END
+    if "Too many items" in problem or "TooComplex" in problem:
+        return "is too complex, or never ends"
     if "max is" in problem or "too large" in problem:
         return f"is too complex: {_one_line(problem)}"
     return _one_line(problem)

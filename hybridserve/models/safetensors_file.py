@@ -61,6 +61,22 @@ class SafetensorsFile:
                     self.entries[name] = Entry(part.get_dtype(), tuple(part.get_shape()))
         except SafetensorError as error:
             raise ValueError(f"{path}: cut short, or not a safetensors file ({error})") from None
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Of two tensors with one name the library takes the last, and others the first: the file would be
+        two models."""
+        with self.path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        json.loads(header, object_pairs_hook=self._once)
+
+    def _once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{self.path}: {twice[:200]!r} occurs twice in the header")
+        return entries
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, as a view of the file that lasts as long as it."""

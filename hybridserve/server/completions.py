@@ -43,7 +43,9 @@ async def prepare(
     )
     jobs = []
     for (name, prompt_ids), prompt in zip(encoded, prompts, strict=True):
-        max_tokens = budget(service, name, len(prompt_ids), body.max_tokens, DEFAULT_MAX_TOKENS)
+        max_tokens = budget(
+            service, name, len(prompt_ids), body.asked_tokens, DEFAULT_MAX_TOKENS, body.asked_name
+        )
         text = prompt if isinstance(prompt, str) and len(prompts) and not is_cut else None
         params = await checked(service, body, body.params(max_tokens))
         jobs.append(Job(prompt_ids, text, params))
@@ -109,9 +111,9 @@ class CompletionAnswer:
         return self._completion([], self._usage())
 
     def _piece(self, choices: list[CompletionChoice]) -> Completion:
-        if not self._body.includes_usage:
-            return self._completion(choices, UNSET)
-        return self._completion(choices, self._usage() if self._body.continuous_usage else None)
+        if self._body.continuous_usage:
+            return self._completion(choices, self._usage())
+        return self._completion(choices, None if self._body.includes_usage else UNSET)
 
     def _usage(self) -> Usage:
         return Usage.of(self._num_prompt, sum(job.num_generated for job in self._jobs))

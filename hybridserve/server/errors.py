@@ -1,6 +1,7 @@
 """What a client is told when something is wrong, in the shape that OpenAI's clients parse.
 
-Knows status codes. A message names fields, numbers and limits; it never repeats what a client sent as text.
+Knows status codes. A message names fields, numbers and limits; it never repeats a prompt. Names that a client
+made up are repeated as `shown` has them.
 """
 
 from __future__ import annotations

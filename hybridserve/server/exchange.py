@@ -11,7 +11,7 @@ from starlette.requests import Request  # noqa: TC002 - FastAPI looks for it in 
 from starlette.responses import Response
 
 from hybridserve.server.errors import ApiError, internal_error, report
-from hybridserve.server.fields import read_fields
+from hybridserve.server.fields import HARMLESS, read_fields
 from hybridserve.server.limits import ClientDisconnected, parse_object, read_body
 from hybridserve.server.sse import send_json
 
@@ -33,37 +33,61 @@ Body = TypeVar("Body", bound=BaseModel)
 LARGE_BODY = 64 * 1024
 """Bytes from which a body is read in a worker thread: a smaller one takes less time than that takes."""
 IGNORED_HEADER = b"x-hybridserve-ignored-fields"
+UNKNOWN = "(unknown)"
+"""In the metrics, every field that nobody knows."""
+MAX_UNKNOWN = 16
+"""Of them, the names that a response's header has."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """`response_headers` go with a response of any status."""
+    """`response_headers` go with a response of any status. `named` is what the path names, where it does."""
 
     service: Service
     headers: dict[bytes, bytes]
     receive: Receive
     send: Send
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    named: str = ""
+    _ignored: list[str] = field(default_factory=list)
 
     async def read(self, model: type[Body]) -> Body:
         """The body. Raises ApiError, and ClientDisconnected."""
         limit = self.service.config.limits.body_bytes
         body = await read_body(self.receive, self.headers, limit)
+        refuses = self.service.config.unknown_fields == "refuse"
         if len(body) < LARGE_BODY:
-            request, ignored = _parse(model, body)
+            request, ignored = _parse(model, body, refuses)
         else:
-            request, ignored = await self.service.engine.in_worker(_parse, model, body)
-        if ignored:
-            self.service.metrics.ignore(ignored)
-            self.response_headers.append((IGNORED_HEADER, ", ".join(ignored).encode()))
+            request, ignored = await self.service.engine.in_worker(_parse, model, body, refuses)
+        self.ignore([name for name in ignored if name in HARMLESS])
+        self._tell_unknown([name for name in ignored if name not in HARMLESS])
         return request
+
+    def _tell_unknown(self, names: list[str]) -> None:
+        """There may be many, and a client may make them up."""
+        if names:
+            self.service.metrics.ignore([UNKNOWN] * len(names))
+            self.service.warn_unknown_fields(names)
+            self._tell([*names[:MAX_UNKNOWN], *(["..."] if len(names) > MAX_UNKNOWN else [])])
+
+    def ignore(self, names: list[str]) -> None:
+        """Tell the client, and count, that these fields have no effect."""
+        if names:
+            self.service.metrics.ignore(names)
+            self._tell(sorted(names))
+
+    def _tell(self, names: list[str]) -> None:
+        self._ignored += names
+        others = [each for each in self.response_headers if each[0] != IGNORED_HEADER]
+        self.response_headers[:] = [*others, (IGNORED_HEADER, ", ".join(self._ignored).encode())]
 
     async def reply(self, content: msgspec.Struct, status: int = 200) -> None:
         await send_json(self.send, status, content, self.response_headers)
 
 
-def _parse(model: type[Body], body: bytes) -> tuple[Body, list[str]]:
-    return read_fields(model, parse_object(body))
+def _parse(model: type[Body], body: bytes, refuses_unknown: bool) -> tuple[Body, list[str]]:
+    return read_fields(model, parse_object(body), refuse_unknown=refuses_unknown)
 
 
 class EndpointResponse(Response):
@@ -82,7 +106,8 @@ class EndpointResponse(Response):
             has_started = True
             await send(message)
 
-        exchange = Exchange(self._service, dict(scope["headers"]), receive, watched)
+        named = scope.get("path_params", {}).get("id", "")
+        exchange = Exchange(self._service, dict(scope["headers"]), receive, watched, named=named)
         try:
             await self._endpoint(self._service, exchange)
         except ClientDisconnected:

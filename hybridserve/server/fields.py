@@ -78,8 +78,8 @@ REFUSED: Mapping[str, str] = {
     "spaces_between_special_tokens": "special tokens are never part of the text; see return_token_ids",
     "stop_regex": "is not supported; stop is",
     "suffix": "is not supported",
-    "tool_choice": "is not supported",
-    "tools": "is not supported",
+    "tool_choice": "is for /v1/chat/completions",
+    "tools": "is for /v1/chat/completions",
     "use_beam_search": "is not supported",
     "verbosity": "is not supported",
     "web_search_options": "is not supported",
@@ -89,9 +89,12 @@ REFUSED: Mapping[str, str] = {
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def read_fields(model: type[Body], fields: Mapping[str, Any]) -> tuple[Body, list[str]]:
+def read_fields(
+    model: type[Body], fields: Mapping[str, Any], *, refuse_unknown: bool = True
+) -> tuple[Body, list[str]]:
     """A request, and the names of the fields that were accepted without effect. Raises ApiError 400 for the
-    first field that is refused."""
+    first field that is refused; without `refuse_unknown`, those that nobody knows are not, and their names
+    are made harmless."""
     known = model.model_fields
     kept: dict[str, Any] = {}
     ignored: list[str] = []
@@ -104,6 +107,8 @@ def read_fields(model: type[Body], fields: Mapping[str, Any]) -> tuple[Body, lis
         elif name in REFUSED or name in WITHOUT_EFFECT:
             if value is not None and not _is_without_effect(name, value):
                 raise bad_request(name, REFUSED.get(name, "is not supported"), "unsupported_field")
+        elif not refuse_unknown:
+            ignored.append(shown(name))
         else:
             near = nearest(name[:100], known)
             hint = f"did you mean {near}?" if near else "docs/server.md lists the fields that are"
@@ -122,10 +127,12 @@ def _is_without_effect(name: str, value: object) -> bool:
 def _invalid(error: ValidationError) -> ApiError:
     """The first problem, without the value."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = [part for part in problem["loc"] if isinstance(part, int) or part.isidentifier()]
+    is_of_key = problem["loc"][-1:] == ("[key]",)  # of an object whose keys are the client's own
+    loc = problem["loc"][:-2] if is_of_key else problem["loc"]
+    path = [part for part in loc if isinstance(part, int) or part.isidentifier()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     message = problem["msg"].removeprefix("Value error, ")
     for before, after in (("Input should", "should"), ("String should", "should"), ("List should", "should")):
         message = message.replace(before, after)
     message = {"missing": "is needed", "extra_forbidden": "is not known"}.get(problem["type"], message)
-    return bad_request(shown(name) or None, message)
+    return bad_request(shown(name) or None, f"a key {message}" if is_of_key else message)

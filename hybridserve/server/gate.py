@@ -11,7 +11,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from hybridserve.server.errors import ApiError, shown
+from hybridserve.server import tracing
+from hybridserve.server.errors import ApiError, internal_error, report, shown
 from hybridserve.server.exchange import send_error
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hybridserve.server.metrics import ServerMetrics
     from hybridserve.server.security import Policy
     from hybridserve.server.sse import Send
+    from hybridserve.server.tracing import Tracing
 
     Scope = MutableMapping[str, Any]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -34,10 +36,13 @@ REQUEST_ID = b"x-request-id"
 class Gate:
     """In front of an application."""
 
-    def __init__(self, app: App, policy: Policy, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, app: App, policy: Policy, metrics: ServerMetrics, spans: Tracing | None = None
+    ) -> None:
         self._app = app
         self._policy = policy
         self._metrics = metrics
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -55,6 +60,8 @@ class Gate:
         if (origin := self._policy.allowed_origin(headers)) is not None:
             added += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
         status = 0
+        span = None if self._spans is None else self._spans.begin(method, path, headers)
+        token = tracing.current.set(span)
 
         async def named(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -74,7 +81,14 @@ class Gate:
                 await named({"type": "http.response.body", "body": b""})
         except ApiError as error:
             await send_error(named, error)
+        except Exception as error:
+            report(error)
+            if not status:  # else the connection is closed, for nothing more can be said
+                await send_error(named, internal_error())
         finally:
+            tracing.current.reset(token)
+            if span is not None:
+                span.end(status)
             if logger.isEnabledFor(logging.DEBUG):
                 seconds = time.monotonic() - begin
                 logger.debug("%s %s %d %.3f s %s", method, shown(path), status, seconds, added[0][1].decode())

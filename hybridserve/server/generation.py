@@ -11,10 +11,12 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from hybridserve.core.request import FinishReason
-from hybridserve.frontend.errors import EngineDead, EngineUnavailable
+from hybridserve.frontend.errors import EngineClosed, EngineDead, EngineUnavailable
+from hybridserve.server import tracing
 from hybridserve.server.errors import ApiError, from_value_error, internal_error, report, unavailable
 from hybridserve.server.limits import ClientDisconnected
 from hybridserve.server.sse import EventStream, send_json
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGE_ANSWER = 64 * 1024
+"""Characters from which an answer is made in a worker thread."""
 FAREWELL_SECONDS = 5.0
 """For a client to take the last words of a stream that failed."""
 
@@ -45,11 +49,23 @@ class Job:
     prompt_ids: list[int]
     text: str | None
     params: SamplingParams
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of what is generated."""
     num_generated: int = 0
     last_times: dict[int, float] = field(default_factory=dict)
     """Index of a continuation that goes on -> when its last piece came (monotonic seconds)."""
     num_running: int = 0
     """Continuations that have not ended."""
+    arrival: float = 0.0
+    """When it was submitted (monotonic seconds)."""
+    first_time: float | None = None
+    """When its first token came."""
+    is_taken: bool = False
+    """Whether the engine has said that it has it."""
+    end: float | None = None
+    """When it was over, whatever became of it."""
+    is_whole: bool = False
+    """Whether the engine brought it to its end."""
 
 
 class Answer(Protocol):
@@ -109,6 +125,8 @@ class Generation:
                 await stream.aclose()
             for job in self.jobs:
                 service.metrics.finish_sequences(ending, job.num_running)
+                job.end = time.monotonic()
+                _count_cut(service, job)
         if not events.has_started:
             raise error
         with contextlib.suppress(TimeoutError):
@@ -120,10 +138,17 @@ class Generation:
 
         async def submit(index: int, job: Job) -> None:
             job.num_running = job.params.n
+            job.arrival = time.monotonic()
             streams[index] = await service.engine.submit(
-                job.prompt_ids, job.params, adapter=self.adapter, priority=self.priority
+                job.prompt_ids,
+                job.params,
+                adapter=self.adapter,
+                priority=self.priority,
+                shown_ids=job.shown_ids,
+                on_taken=partial(_count_taken, service, job),
             )
-            service.metrics.start(len(job.prompt_ids), job.params.n, job.params.max_tokens)
+            if (span := tracing.current.get()) is not None:
+                span.start(len(job.prompt_ids), job.params.n, job.params.max_tokens)
 
         tasks = [asyncio.ensure_future(submit(index, job)) for index, job in enumerate(self.jobs)]
         try:
@@ -132,7 +157,7 @@ class Generation:
                 if task.done():
                     task.result()
         except (ValueError, EngineUnavailable) as error:
-            raise _as_api_error(error) from None
+            raise _as_api_error(service, error) from None
         finally:
             for task in tasks:
                 task.cancel()
@@ -144,7 +169,12 @@ class Generation:
             async for step in steps:
                 for index, delta in step:
                     outputs[index].add(delta)
-        await send_json(send, 200, self.answer.whole(self.jobs, outputs), self.headers)
+        size = sum(len(part.text) for output in outputs for part in output.outputs)
+        if size < LARGE_ANSWER:
+            answer = self.answer.whole(self.jobs, outputs)
+        else:
+            answer = await service.engine.in_worker(self.answer.whole, self.jobs, outputs)
+        await send_json(send, 200, answer, self.headers)
 
     async def _stream(self, service: Service, streams: list[RequestStream], events: EventStream) -> None:
         await events.start()
@@ -166,12 +196,14 @@ class Generation:
                     self._count(service, self.jobs[index], delta, now)
                 yield step
         except EngineUnavailable as error:
-            raise _as_api_error(error) from None
+            raise _as_api_error(service, error) from None
 
     def _count(self, service: Service, job: Job, delta: Delta, now: float) -> None:
         metrics = service.metrics
         if delta.token_ids:
             job.num_generated += len(delta.token_ids)
+            if job.first_time is None:
+                job.first_time = now
             last = job.last_times.get(delta.index)
             if last is not None:
                 metrics.observe_gap(now - last)
@@ -186,7 +218,22 @@ class Generation:
             job.num_running -= 1
             metrics.finish_sequences(delta.finish_reason, 1)
         if delta.metrics is not None:
+            job.is_whole = True
             metrics.finish(delta.metrics, job.num_generated)
+
+
+def _count_taken(service: Service, job: Job) -> None:
+    """The engine has it; the client may have left meanwhile."""
+    service.metrics.take(len(job.prompt_ids), job.params.n, job.params.max_tokens)
+    job.is_taken = True
+    _count_cut(service, job)
+
+
+def _count_cut(service: Service, job: Job) -> None:
+    """Where a prompt is over that the engine took, and of which it never said how it ended."""
+    if job.is_taken and job.end is not None and not job.is_whole:
+        first = None if job.first_time is None else job.first_time - job.arrival
+        service.metrics.cut(job.end - job.arrival, first, job.num_generated)
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
@@ -228,15 +275,18 @@ async def _merged(streams: list[RequestStream]) -> AsyncGenerator[list[tuple[int
             task.cancel()
 
 
-def _as_api_error(error: ValueError | EngineUnavailable) -> ApiError:
+def _as_api_error(service: Service, error: ValueError | EngineUnavailable) -> ApiError:
+    if isinstance(error, EngineClosed):
+        return unavailable("the server is being stopped")
     if isinstance(error, EngineDead):
         logger.error("a request was lost: the engine has ended")
-        return ApiError(
-            500, "the engine has failed, or was stopped, while this was running", code="engine_failed"
-        )
+        return ApiError(500, "the engine has failed while this was running", code="engine_failed")
     if isinstance(error, EngineUnavailable):
         return unavailable("the server takes no requests now")
-    return from_value_error(error)
+    refusal = from_value_error(error)
+    if refusal.code != "model_not_found":
+        return refusal
+    return ApiError(404, f"{refusal}; the base model is {service.name}", param="model", code=refusal.code)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -46,6 +46,9 @@ class _Connection(h11.Connection):
             size = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
             if size > self._header_bytes:  # complete in one piece, which h11 lets through
                 self._refuse(self._headers_too_large())
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:  # a proxy before this may see another end
+                self._refuse(ApiError(400, "Content-Length and Transfer-Encoding contradict each other"))
         elif isinstance(event, h11.Data):
             self._num_chunks += 1
             self._num_bytes += len(event.data)

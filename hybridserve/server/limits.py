@@ -6,6 +6,8 @@ Knows bytes; knows no fields. What it refuses was never made into objects.
 from __future__ import annotations
 
 import asyncio
+import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +23,12 @@ BODY_SECONDS = 60.0
 """For the whole body to arrive: at the 16 MiB that it has by default, a slow 2 Mbit/s."""
 MAX_VALUES = 1_000_000
 """Commas in one field that is no string: making objects of more would keep everybody else waiting."""
+MAX_PARTS = 30_000
+"""Strings (names as well), objects and lists in one field: each costs more than a number does, and again when
+it is checked."""
 MAX_DEPTH = 64
 MAX_FIELDS = 256
+_PART = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{\[]', re.DOTALL)
 
 
 class ClientDisconnected(Exception):
@@ -78,6 +84,13 @@ def _value(name: str, raw: bytes) -> Any:
             param=shown(name),
             code="body_too_large",
         )
+    if _has_many_parts(raw):
+        raise ApiError(
+            413,
+            f"{shown(name)}: holds more than {MAX_PARTS} strings, objects and lists",
+            param=shown(name),
+            code="body_too_large",
+        )
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -85,6 +98,13 @@ def _value(name: str, raw: bytes) -> Any:
     if _is_deep(value):
         raise bad_request(shown(name), f"is nested more than {MAX_DEPTH} levels deep")
     return value
+
+
+def _has_many_parts(raw: bytes) -> bool:
+    """Looks closely only where there may be: quotes and brackets are part of texts, too."""
+    if raw.count(b'"') // 2 + raw.count(b"{") + raw.count(b"[") <= MAX_PARTS:
+        return False
+    return next(islice(_PART.finditer(raw), MAX_PARTS, None), None) is not None
 
 
 def _not_json(error: Exception) -> ApiError:

@@ -20,7 +20,8 @@ from prometheus_client.core import (
     InfoMetricFamily,
 )
 
-from hybridserve.server.security import ROUTES
+from hybridserve.server import tracing
+from hybridserve.server.security import route_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +40,7 @@ _FEW = (1, 2, 5, 10, 20, 50, 128)
 _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("from arrival to the first token", _SECONDS),
     "inter_token_latency_seconds": ("between pieces of one continuation", _SECONDS),
-    "e2e_request_latency_seconds": ("from arrival to the last token", _SECONDS),
+    "e2e_request_latency_seconds": ("from arrival to the last token, or until it was cut short", _SECONDS),
     "request_queue_time_seconds": ("from arrival to the first step", _SECONDS),
     "request_prefill_time_seconds": ("from the first step to the first token", _SECONDS),
     "request_decode_time_seconds": ("from the first to the last token", _SECONDS),
@@ -50,13 +51,18 @@ _HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 }
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("num_running", "sequences that hold memory"),
-    "num_requests_waiting": ("num_waiting", "sequences in the queue"),
+    "num_requests_waiting": ("num_waiting", "in the queue: prompts, and sequences that gave memory up"),
     "kv_cache_usage_perc": (
         "cache_utilisation",
-        "share of the arena that blocks and slots in use take, 0 to 1",
+        "share of the arena that sequences hold, 0 to 1; what is only kept for later prompts is not counted",
     ),
     "kv_blocks_used": ("cache_num_blocks", "blocks of KV in use"),
     "state_slots_used": ("cache_num_slots", "slots of recurrent state in use"),
+    "kv_blocks_cached": ("cache_num_cached_blocks", "of them, blocks that are only kept for later prompts"),
+    "state_checkpoints": ("cache_num_checkpoints", "slots that keep a state for later prompts"),
+    "grammars_cached": ("num_cached_grammars", "grammars that are kept compiled"),
+    "grammars_cached_bytes": ("cached_grammar_bytes", "length of their descriptions"),
+    "num_requests_waiting_for_grammar": ("num_waiting_for_grammar", "requests whose grammar is compiled now"),
     "adapters": ("num_adapters", "adapters that may be named"),
     "adapter_slots_used": ("num_adapters_on_device", "adapters on the device"),
     "adapters_on_host": ("num_adapters_on_host", "adapters in host memory"),
@@ -69,12 +75,26 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "generation_tokens": ("num_generated_tokens", "tokens that were drawn"),
     "engine_requests": ("num_requests", "prompts that the engine took"),
     "num_preemptions": ("num_preemptions", "sequences that gave their memory up for others"),
+    "prefix_cache_queries": ("prefix_num_queried_tokens", "prompt tokens that were looked for"),
+    "prefix_cache_hits": ("prefix_num_hit_tokens", "prompt tokens that need not be computed again"),
+    "prefix_waits": ("prefix_num_waits", "requests that waited for what another was computing"),
+    "nonfinite_logits": ("num_not_finite", "sequences that ended as their logits held NaN or infinity"),
+    "grammar_compiles": ("num_compiled_grammars", "grammars that were compiled"),
+    "grammar_compile_failures": ("num_failed_grammars", "grammars that could not be"),
+    "grammar_compile_seconds": ("grammar_compile_seconds", "time that compiling took"),
+    "grammar_cache_hits": ("num_grammar_hits", "requests whose grammar was compiled before"),
     "adapter_loads": ("num_adapter_loads", "adapters that were brought to the device"),
     "adapter_load_failures": ("num_failed_adapter_loads", "adapters that could not be"),
     "adapter_evictions": ("num_adapter_evictions", "adapters that made room for others"),
     "adapter_load_seconds": ("adapter_load_seconds", "time that loads of adapters took"),
 }
 """Name -> (the engine's name, help)."""
+_SERVER_GAUGES: Mapping[str, str] = {
+    "ready": "whether requests are served",
+    "start_time_seconds": "when the server started, in seconds since 1970",
+    "server_sequences": "sequences that were accepted and have not ended",
+    "server_sequences_max": "the most that are accepted: max_queue and max_num_seqs",
+}
 _PHASES = ("schedule", "build", "forward", "sample", "update")
 
 
@@ -111,7 +131,7 @@ class ServerMetrics:
         self.observe_gap = self._histograms["inter_token_latency_seconds"].observe
 
     def respond(self, path: str, status: int) -> None:
-        self._responses[path if path in ROUTES else OTHER, str(status)] += 1
+        self._responses[route_of(path) or OTHER, str(status)] += 1
 
     def reject(self, reason: str) -> None:
         """A request for which there was no room."""
@@ -121,8 +141,8 @@ class ServerMetrics:
         """Fields that were accepted without effect: of a list, so that they are few."""
         self._ignored.update(names)
 
-    def start(self, num_prompt_tokens: int, n: int, max_tokens: int) -> None:
-        """The engine has taken a prompt."""
+    def take(self, num_prompt_tokens: int, n: int, max_tokens: int) -> None:
+        """The engine has taken a prompt; whoever asked may have left."""
         self._num_prompt_tokens += num_prompt_tokens
         self._observe("request_prompt_tokens", num_prompt_tokens)
         self._observe("request_params_n", n)
@@ -132,6 +152,8 @@ class ServerMetrics:
         """stop, length, abort (its client left, or the deadline passed), error, or refused by the engine."""
         if count:
             self._finished[reason] += count
+            if (span := tracing.current.get()) is not None:
+                span.finish_sequences(reason)
 
     def corrupt(self) -> None:
         """The engine gave a sequence up."""
@@ -148,6 +170,17 @@ class ServerMetrics:
             self._observe("request_decode_time_seconds", times.finished - times.first_token)
             if times.first_scheduled is not None:
                 self._observe("request_prefill_time_seconds", times.first_token - times.first_scheduled)
+        if (span := tracing.current.get()) is not None:
+            span.finish(times, num_generated)
+
+    def cut(self, seconds: float, seconds_to_first: float | None, num_generated: int) -> None:
+        """A prompt that the engine took and did not bring to its end, as its client left, its deadline passed
+        or the engine failed, after so many seconds. Without these, latencies look best when nobody gets an
+        answer in time."""
+        self._observe("request_generation_tokens", num_generated)
+        self._observe("e2e_request_latency_seconds", seconds)
+        if seconds_to_first is not None:
+            self._observe("time_to_first_token_seconds", seconds_to_first)
 
     def total(self, name: str) -> tuple[int, float]:
         """How often something was measured, and the sum."""
@@ -162,13 +195,25 @@ class ServerMetrics:
         plan: Mapping[str, Any] | None,
         max_loras: int,
         step_seconds: float,
+        gauges: Mapping[str, float],
+        startup: Mapping[str, float],
     ) -> bytes:
-        """The page. `stats` None: the engine can't be asked now, and its numbers are left out."""
+        """The page. `stats` None: the engine can't be asked now, and its numbers are left out. `gauges` are
+        the server's, `startup` the seconds of each part of starting up."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families([*self._own(), *_of_engine(stats, plan, max_loras, step_seconds)]))
+        families = [*self._own(gauges, startup), *_of_engine(stats, plan, max_loras, step_seconds)]
+        registry.register(_Families(families))
         return generate_latest(registry)
 
-    def _own(self) -> Iterator[Metric]:
+    def _own(self, gauges: Mapping[str, float], startup: Mapping[str, float]) -> Iterator[Metric]:
+        for name, about in _SERVER_GAUGES.items():
+            yield _gauge(name, about, gauges[name])
+        phases = GaugeMetricFamily(
+            "hybridserve_startup_seconds", "how long each part of starting up took", labels=["phase"]
+        )
+        for phase, seconds in startup.items():
+            phases.add_metric([phase], seconds)
+        yield phases
         for name, (about, _) in _HISTOGRAMS.items():
             yield self._histograms[name].family(f"hybridserve_{name}", about)
         yield _counter("prompt_tokens", "tokens of prompts that the engine took", self._num_prompt_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridserve.server.errors import bad_request, from_value_error
 from hybridserve.server.protocol import too_long
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from hybridserve.core.request import SamplingParams
     from hybridserve.server.protocol import ChatRequest, CompletionRequest, Message, Prompt
     from hybridserve.server.service import Service
+    from hybridserve.text import Tools
+
+
+FEW_IDS = 10_000
+FEW_MESSAGES = 64
+"""So many are checked in less time than it takes to hand them to a worker thread."""
 
 
 async def encode_prompts(
@@ -26,8 +32,11 @@ async def encode_prompts(
         if isinstance(prompt, str):
             ids = await encode_text(service, name, prompt, add_special_tokens)
         else:
-            check_ids(service, name, prompt)
             ids = prompt
+            if len(ids) <= FEW_IDS:
+                check_ids(service, name, ids)
+            else:
+                await service.engine.in_worker(check_ids, service, name, ids)
         return name, cut(ids, keep)
 
     tasks = [encode(index, prompt) for index, prompt in enumerate(prompts)]
@@ -76,8 +85,16 @@ def cut(ids: list[int], keep: int | None) -> list[int]:
     return ids if keep is None else ids[-keep:]
 
 
-def budget(service: Service, name: str, num_prompt: int, asked: int | None, default: int | None) -> int:
-    """Tokens to generate at most: those that were asked for, which must fit; else `default`, or what does."""
+def budget(
+    service: Service,
+    name: str,
+    num_prompt: int,
+    asked: int | None,
+    default: int | None,
+    asked_name: str = "max_tokens",
+) -> int:
+    """Tokens to generate at most: those that were asked for, which must fit; else `default`, or what does.
+    `name` and `asked_name` are the fields of the prompt and of what was asked for."""
     longest = service.engine.max_model_len
     if num_prompt == 0:
         raise bad_request(name, "is empty")
@@ -86,18 +103,30 @@ def budget(service: Service, name: str, num_prompt: int, asked: int | None, defa
     if asked is None:
         return longest - num_prompt if default is None else min(default, longest - num_prompt)
     if num_prompt + asked > longest:
-        raise too_long("max_tokens", num_prompt, longest, asked)
+        raise too_long(asked_name, num_prompt, longest, asked)
     return asked
 
 
-async def encode_chat(
-    service: Service, messages: Sequence[Message], *, add_generation_prompt: bool
-) -> list[int]:
+def _for_template(service: Service, messages: Sequence[Message]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         check_size(service, f"messages[{index}].content", message.content or "")
+        for number, call in enumerate(message.tool_calls or ()):
+            if isinstance(arguments := call.function.arguments, str):
+                name = f"messages[{index}].tool_calls[{number}].function.arguments"
+                check_size(service, name, arguments)
+    return [message.for_template() for message in messages]
+
+
+async def encode_chat(
+    service: Service, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+) -> list[int]:
+    if len(messages) <= FEW_MESSAGES and not any(message.tool_calls for message in messages):
+        shown = _for_template(service, messages)
+    else:  # calls' arguments are JSON
+        shown = await service.engine.in_worker(_for_template, service, messages)
     try:
         return await service.engine.encode_chat(
-            [message.for_template() for message in messages], add_generation_prompt=add_generation_prompt
+            shown, add_generation_prompt=add_generation_prompt, tools=tools
         )
     except ValueError as error:
         raise from_value_error(error) from None

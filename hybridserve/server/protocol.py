@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from hybridserve.core.request import SamplingParams
 from hybridserve.server.errors import ApiError, bad_request, from_value_error
 from hybridserve.server.structured import ResponseFormat, Structured
+from hybridserve.server.tools import CalledTool, ToolChoice, Tools, ToolUse, check_tools, read_choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,8 @@ MAX_COUNT = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+IdAsKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+"""A token id as JSON's keys are: text. Each id is written in one way, so that none is there twice."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 ModelName = Annotated[
     str, Field(description="the served model's name, or an adapter's; if null, the model's")
@@ -93,10 +96,12 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     """`include_usage`: one more piece at the end, with no choices, says how many tokens there were.
-    `continuous_usage_stats`: every piece says how many there are until then."""
+    `continuous_usage_stats`: every piece says how many there are until then. `include_obfuscation` has no
+    effect: pieces are never padded."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Sampling(_Body):
@@ -104,6 +109,7 @@ class _Sampling(_Body):
 
     model: ModelName | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     min_tokens: Count = 0
     temperature: Number = 1.0
     top_p: Number = 1.0
@@ -114,7 +120,9 @@ class _Sampling(_Body):
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
     repetition_penalty: Number = 1.0
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[IdAsKey, Number], Field(max_length=MAX_TOKEN_IDS)] = Field(
+        default_factory=dict
+    )
     stop: Strings = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -135,13 +143,30 @@ class _Sampling(_Body):
 
     @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return self.includes_usage and bool(
-            self.stream_options and self.stream_options.continuous_usage_stats
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Fields that are accepted, but that nothing here depends on."""
+        options = self.stream_options
+        return (
+            ["stream_options.include_obfuscation"]
+            if options and options.include_obfuscation is not None
+            else []
         )
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asked_name(self) -> str:
+        """Which of the two names a client used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def _structured(self) -> StructuredOutputs | None:
         wanted = self.structured_outputs or self.response_format
@@ -161,6 +186,8 @@ class _Sampling(_Body):
         """What the configuration limits."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "is for a stream")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.asked_tokens:
+            raise bad_request("max_tokens", "differs from max_completion_tokens, which means the same")
         if self.n > limits.n:
             raise bad_request("n", f"should be at most {limits.n} (server.limits.n)")
         if len(self.stop) > limits.stop:
@@ -183,10 +210,6 @@ class _Sampling(_Body):
 
     def _params(self, renamed: Mapping[str, str] | None = None, **values: Any) -> SamplingParams:
         try:
-            biases = {int(token): bias for token, bias in self.logit_bias.items()}
-        except ValueError:
-            raise bad_request("logit_bias", "should map token ids to numbers") from None
-        try:
             return SamplingParams(
                 min_tokens=self.min_tokens,
                 temperature=self.temperature,
@@ -197,7 +220,7 @@ class _Sampling(_Body):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,
-                logit_bias=biases,
+                logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
                 stop=tuple(self.stop),
                 stop_token_ids=tuple(self.stop_token_ids),
                 include_stop_str_in_output=self.include_stop_str_in_output,
@@ -207,7 +230,7 @@ class _Sampling(_Body):
                 **values,
             )
         except ValueError as error:
-            raise from_value_error(error, renamed) from None
+            raise from_value_error(error, {"max_tokens": self.asked_name, **(renamed or {})}) from None
 
 
 def check_logprobs(name: str, count: int | None, limits: LimitsConfig) -> None:
@@ -233,7 +256,7 @@ class CompletionRequest(_Sampling):
         asked = [
             self.logprobs if self.echo else None,
             self.prompt_logprobs,
-            0 if self.max_tokens == 0 else None,
+            0 if self.asked_tokens == 0 else None,
         ]
         return max((count for count in asked if count is not None), default=None)
 
@@ -259,43 +282,72 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is needed; only an assistant may say nothing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for an assistant")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        return {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        message = {**(self.model_extra or {}), "role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(_Sampling):
     """Answer a conversation. Without max_tokens, it may go on for as long as the context allows."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = Field(
         default=True, description="end the prompt where an assistant's answer begins"
     )
 
     @property
-    def asked_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def tool_use(self) -> ToolUse | None:
+        choice = read_choice(self.tool_choice, self.tools)
+        return ToolUse.of(self.tools, choice, self.parallel_tool_calls is not False)
+
+    @property
+    def without_effect(self) -> list[str]:
+        use, ignored = self.tool_use, super().without_effect
+        if self.parallel_tool_calls is not None and use is None:
+            ignored.append("parallel_tool_calls")
+        if not (use and use.must_call) and any(tool.function.strict for tool in self.tools):
+            ignored.append("tools.strict")
+        return ignored
+
     def check(self, limits: LimitsConfig) -> None:
         self._check(limits)
+        check_tools(self.tools, limits)
+        use, wanted = self.tool_use, self._structured()
+        if use is not None and wanted is not None and (use.must_call or wanted.kind != "json"):
+            name = "response_format" if self.structured_outputs is None else "structured_outputs"
+            reason = (
+                "tool_choice says that the answer is a call"
+                if use.must_call
+                else "only JSON can be asked for"
+            )
+            raise bad_request(name, f"can't be used beside these tools: {reason}")
         check_logprobs("top_logprobs", self.top_logprobs, limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs", "needs logprobs: true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.asked_tokens:
-            raise bad_request("max_tokens", "differs from max_completion_tokens, which means the same")
 
     def params(self, max_tokens: int) -> SamplingParams:
         return self._params(
@@ -313,6 +365,7 @@ class TokenizeRequest(_Body):
     model: ModelName | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools = Field(default_factory=list)
     add_special_tokens: bool = Field(default=True, description="as for a prompt of /v1/completions")
     add_generation_prompt: bool = Field(default=True, description="as for /v1/chat/completions")
     return_token_strs: bool = False
@@ -321,6 +374,8 @@ class TokenizeRequest(_Body):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("one of prompt and messages is needed")
+        if self.tools and self.messages is None:
+            raise ValueError("tools are for messages")
         return self
 
 

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from hybridserve.engine.messages import AdapterState
 from hybridserve.frontend.errors import EngineUnavailable
 from hybridserve.server import chat, completions
-from hybridserve.server.errors import ApiError, bad_request, unavailable
+from hybridserve.server.errors import ApiError, bad_request, shown, unavailable
 from hybridserve.server.metrics import CONTENT_TYPE
 from hybridserve.server.prompting import check_ids, encode_chat, encode_text
 from hybridserve.server.protocol import (
@@ -20,6 +20,7 @@ from hybridserve.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from hybridserve.server.tools import check_tools
 from hybridserve.server.wire import (
     Health,
     LoadedAdapter,
@@ -48,6 +49,7 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
     service.check_ready()
     service.check_room()  # before a large body comes
     body = await exchange.read(CompletionRequest)
+    exchange.ignore(body.without_effect)
     generation = await completions.prepare(service, body, exchange.response_headers)
     await generation.run(service, exchange.receive, exchange.send)
 
@@ -57,12 +59,27 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
     service.check_ready()
     service.check_room()
     body = await exchange.read(ChatRequest)
+    exchange.ignore(body.without_effect)
     generation = await chat.prepare(service, body, exchange.response_headers)
     await generation.run(service, exchange.receive, exchange.send)
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:
     """The base model and every adapter that may be named as model."""
+    await exchange.reply(ModelList(await _cards(service)))
+
+
+async def retrieve_model(service: Service, exchange: Exchange) -> None:
+    """The base model, or an adapter, by its name."""
+    cards = await _cards(service)
+    for card in cards:
+        if card.id == exchange.named or (card.parent is None and service.adapter_of(exchange.named) is None):
+            return await exchange.reply(card)
+    message = f"model: {shown(exchange.named)!r} is unknown; GET /v1/models lists those that there are"
+    raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _cards(service: Service) -> list[ModelCard]:
     service.check_ready()
     engine = service.engine
     cards = [ModelCard(service.name, service.created, service.root, None, engine.max_model_len)]
@@ -70,7 +87,7 @@ async def list_models(service: Service, exchange: Exchange) -> None:
         if info.state is not AdapterState.DRAINING:
             root = str(info.path)
             cards.append(ModelCard(info.name, service.created, root, service.name, engine.max_model_len))
-    await exchange.reply(ModelList(cards))
+    return cards
 
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
@@ -79,7 +96,13 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     body = await exchange.read(TokenizeRequest)
     tokenizer = _tokenizer(service)
     if body.messages is not None:
-        ids = await encode_chat(service, body.messages, add_generation_prompt=body.add_generation_prompt)
+        check_tools(body.tools, service.config.limits)
+        ids = await encode_chat(
+            service,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            tools=[tool.for_template() for tool in body.tools],
+        )
     else:
         ids = await encode_text(service, "prompt", body.prompt or "", body.add_special_tokens)
     texts = [tokenizer.decode_token(token_id) for token_id in ids] if body.return_token_strs else UNSET
@@ -156,6 +179,9 @@ def _of_adapters(message: str, unknown: int) -> ApiError:
         renamed = message.replace("adapter: ", "lora_name: ", 1)
         code = "adapter_not_found" if unknown == 404 else "bad_adapter"
         return ApiError(unknown, renamed, param="lora_name", code=code)
+    if message.startswith(("path: ", "/")):  # what was asked for, or a file of it
+        renamed = "lora_path: " + message.removeprefix("path: ")
+        return ApiError(400, renamed, param="lora_path", code="bad_adapter")
     return ApiError(400, message, code="bad_adapter")
 
 

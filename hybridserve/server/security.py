@@ -9,8 +9,8 @@ import enum
 import hashlib
 import hmac
 import ipaddress
+import re
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from hybridserve.server.errors import ApiError
 from hybridserve.server.playground.files import FILES
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 CORS_MAX_AGE = "600"
+CORS_HEADERS = b"authorization, content-type, x-request-id"
+"""Where a browser asks about none by name."""
+MAX_ASKED_BYTES = 4096
+MAX_ASKED_NAMES = 64
+_HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]{1,64}")
 
 
 class Access(enum.Enum):
@@ -34,6 +39,8 @@ class Access(enum.Enum):
     ADMIN = "admin"
 
 
+MODEL = "/v1/models/{id:path}"
+"""A name may have slashes: that of the base model often has."""
 ROUTES: Mapping[str, Access] = {
     "/health": Access.PUBLIC,
     "/health/live": Access.PUBLIC,
@@ -45,6 +52,7 @@ ROUTES: Mapping[str, Access] = {
     "/detokenize": Access.USER,
     "/tokenizer_info": Access.USER,
     "/v1/models": Access.USER,
+    MODEL: Access.USER,
     "/v1/completions": Access.USER,
     "/v1/chat/completions": Access.USER,
     "/v1/load_lora_adapter": Access.ADMIN,
@@ -53,6 +61,13 @@ ROUTES: Mapping[str, Access] = {
     **dict.fromkeys(FILES, Access.PUBLIC),
 }
 """Every path that is served."""
+
+
+def route_of(path: str) -> str | None:
+    """The one of ROUTES that serves a path."""
+    if path in ROUTES:
+        return path
+    return MODEL if path.startswith("/v1/models/") else None
 
 
 def is_loopback(host: str) -> bool:
@@ -113,7 +128,7 @@ class Policy:
             self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", own})
 
     def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
-        access = ROUTES.get(path, Access.USER)
+        access = ROUTES.get(route_of(path) or path, Access.USER)
         if access is not Access.PUBLIC:  # probes name a machine by its address
             self._check_host(headers)
         if method not in SAFE_METHODS:
@@ -135,10 +150,8 @@ class Policy:
         origin = headers.get(b"origin")
         if origin is None or self.allowed_origin(headers) is not None:
             return
-        if (
-            urlsplit(origin.decode("latin-1")).netloc.lower()
-            != headers.get(b"host", b"").decode("latin-1").lower()
-        ):
+        host = headers.get(b"host", b"").lower()
+        if origin.lower() not in (b"http://" + host, b"https://" + host):
             raise ApiError(
                 403, "the Origin header names none of server.cors_origins", code="origin_not_allowed"
             )
@@ -186,9 +199,17 @@ class Policy:
             )
         return [
             (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-allow-headers", _names(headers.get(b"access-control-request-headers", b""))),
             (b"access-control-max-age", CORS_MAX_AGE.encode()),
         ]
+
+
+def _names(asked: bytes) -> bytes:
+    """The headers that a page may send: those that its browser asks about, if they can be names of
+    headers, and not very many. Clients have headers of their own (x-stainless-...); none opens anything."""
+    names = [name.strip().lower() for name in asked[:MAX_ASKED_BYTES].split(b",")]
+    valid = [name for name in names[:MAX_ASKED_NAMES] if _HEADER_NAME.fullmatch(name)]
+    return b", ".join(valid) or CORS_HEADERS
 
 
 def _unauthorized() -> ApiError:

@@ -21,8 +21,10 @@ from hybridserve.frontend.async_engine import AsyncLLM
 from hybridserve.frontend.errors import EngineDead
 from hybridserve.server.app import create_app
 from hybridserve.server.http11 import bounded_protocol
+from hybridserve.server.logs import phase
 from hybridserve.server.security import check_exposure
 from hybridserve.server.service import Service
+from hybridserve.server.tracing import Tracing
 from hybridserve.version import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ FAREWELL_SECONDS = 5
 LINGER_SECONDS = 2.0
 """After the engine's death, so that probes and balancers see 503 rather than a refused connection."""
 SLOW_PHASE_SECONDS = 1.0
+STILL_SLOW_SECONDS = 3.0
+VERY_SLOW_SECONDS = 30.0
+"""What takes so long says so no more often than this."""
+PLAN_ROWS = ("weights", "arena", "fits", "limits")
+"""Of the plan, in a log that is not verbose."""
 
 
 def serve(config: EngineConfig) -> int:
@@ -48,12 +55,17 @@ def serve(config: EngineConfig) -> int:
     Raises ValueError for a configuration that can't be served, OSError where the address can't be had.
     """
     check_exposure(config.server)
+    spans = Tracing.from_environment() if config.server.tracing else None
     _allow_many_connections()
-    with (
-        contextlib.closing(_listen(config.server)) as listener,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        return runner.run(_Serving(config, listener).run())
+    try:
+        with (
+            contextlib.closing(_listen(config.server)) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(_Serving(config, listener, spans).run())
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -85,15 +97,16 @@ class _Server(uvicorn.Server):
 
 
 class _Serving:
-    def __init__(self, config: EngineConfig, listener: socket.socket) -> None:
+    def __init__(self, config: EngineConfig, listener: socket.socket, spans: Tracing | None) -> None:
         self._config = config
         self._listener = listener
         self._engine = AsyncLLM(config=config)
-        self._service = Service(self._engine, config)
+        self._service = Service(self._engine, config, spans)
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._death: asyncio.Future[EngineDead]
         self._begin = time.monotonic()
-        self._slow: asyncio.TimerHandle | None = None
+        self._slow: dict[str, asyncio.TimerHandle] = {}
+        """Of each part of starting up that has begun: what says that it takes long."""
 
     @property
     def url(self) -> str:
@@ -153,6 +166,8 @@ class _Serving:
                 logger.error("the HTTP server has ended")
             return FAILED
         finally:
+            for waiting in self._slow.values():
+                waiting.cancel()
             signalled.cancel()
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
@@ -167,24 +182,40 @@ class _Serving:
         self._engine.on_death(self._set_death)
         await self._engine.start(on_phase=self._show_phase)
         await self._engine.wait_ready()
-        await self._service.prepare()
-        logger.info("the plan\n%s", "\n".join(f"    {line}" for line in self._engine.plan_table.splitlines()))
+        with phase("server"):
+            await self._service.prepare()
+        self._log_plan(self._engine.plan_table)
         seconds = time.monotonic() - self._begin
         logger.info("ready in %.1f s: %s serves %s", seconds, self.url, self._service.name)
+
+    def _log_plan(self, table: str) -> None:
+        """Its totals; all of it where the log is verbose. `hybridserve plan` shows it, too."""
+        lines = table.splitlines()
+        if not logger.isEnabledFor(logging.DEBUG):
+            lines = [line for line in lines if line.partition(" ")[0] in PLAN_ROWS]
+        logger.info("the plan\n%s", "\n".join(f"    {line}" for line in lines))
 
     def _set_death(self, error: EngineDead) -> None:
         if not self._death.done():
             self._death.set_result(error)
 
     def _show_phase(self, name: str, seconds: float | None) -> None:
-        if self._slow is not None:
-            self._slow.cancel()
-            self._slow = None
+        """Some parts of starting up run beside each other."""
+        if (waiting := self._slow.pop(name, None)) is not None:
+            waiting.cancel()
         if seconds is None:
             loop = asyncio.get_running_loop()
-            self._slow = loop.call_later(SLOW_PHASE_SECONDS, logger.info, "%s ...", name)
+            self._slow[name] = loop.call_later(SLOW_PHASE_SECONDS, self._show_slow, name, loop.time())
         else:
             logger.info("%s: %.2f s", name, seconds)
+
+    def _show_slow(self, name: str, begin: float) -> None:
+        """That something takes long, and now and again that it still does."""
+        loop = asyncio.get_running_loop()
+        seconds = loop.time() - begin
+        logger.info("%s: %.0f s so far", name, seconds)
+        pause = STILL_SLOW_SECONDS if seconds < VERY_SLOW_SECONDS else VERY_SLOW_SECONDS
+        self._slow[name] = loop.call_later(pause, self._show_slow, name, begin)
 
     # ---- end
 
@@ -221,7 +252,7 @@ class _Serving:
     def _log_death(self, what: str, error: EngineDead) -> None:
         if error.details:
             logger.debug("in the engine's process:\n%s", error.details)
-        logger.error("%s: %s%s", what, error, " (--verbose shows where)" if error.details else "")
+        logger.error("%s%s: %s", what, " (--verbose shows where)" if error.details else "", error)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:

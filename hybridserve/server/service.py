@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hybridserve.frontend.errors import EngineState, EngineUnavailable
+from hybridserve.frontend.errors import EngineClosed, EngineState, EngineUnavailable
 from hybridserve.server.errors import ApiError, bad_request, unavailable
 from hybridserve.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.engine.messages import EngineView
     from hybridserve.frontend.async_engine import AsyncLLM
+    from hybridserve.server.tracing import Tracing
 
+logger = logging.getLogger(__name__)
+
+MAX_WARNINGS = 64
 RETRY_AFTER = "1"
 """Seconds: a queue that is full has room again as soon as one request has ended."""
 STATS_SECONDS = 1.0
@@ -58,16 +63,19 @@ class Latest(Generic[T]):
 class Service:
     """Lives in one event loop."""
 
-    def __init__(self, engine: AsyncLLM, config: EngineConfig) -> None:
+    def __init__(self, engine: AsyncLLM, config: EngineConfig, spans: Tracing | None = None) -> None:
         self.engine = engine
         self.config = config.server
         self.metrics = ServerMetrics()
+        self.spans = spans
         self.name = config.served_name or config.model.rstrip("/").rpartition("/")[2] or config.model
         self.root = config.model
         self.created = int(time.time())
         self.is_draining = False
         self._names = config.model_names | {self.name}
         self._max_num_seqs = config.scheduler.max_num_seqs
+        self._unknown_fields: set[str] = set()
+        """Those that the log has."""
         self.num_sequences = 0
         self.max_prompt_chars: int | None = None
         """A text with more characters fits nowhere, whatever it says; None where that isn't known."""
@@ -89,6 +97,8 @@ class Service:
         state = self.engine.state
         if state is EngineState.READY:
             return "draining" if self.is_draining else "ok"
+        if isinstance(self.engine.error, EngineClosed):  # as the last thing that a server does
+            return "draining"
         return str(state)
 
     def check_ready(self) -> None:
@@ -141,6 +151,17 @@ class Service:
 
     # ---- names
 
+    def warn_unknown_fields(self, names: Iterable[str]) -> None:
+        """Each is in the log once, and there are so many at most."""
+        for name in names:
+            if name not in self._unknown_fields and len(self._unknown_fields) < MAX_WARNINGS:
+                self._unknown_fields.add(name)
+                logger.warning(
+                    "the field %s of a request is not known and has no effect (this is said once; "
+                    "server.unknown_fields is warn)",
+                    name,
+                )
+
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request names as its model; None is the base model. The engine knows which there
         are."""
@@ -173,4 +194,11 @@ class Service:
             None if stats is None else engine.plan,
             max_loras=engine.config.lora.max_loaded,
             step_seconds=engine.step_seconds,
+            gauges={
+                "ready": self.status == "ok",
+                "start_time_seconds": self.created,
+                "server_sequences": self.num_sequences,
+                "server_sequences_max": self.capacity,
+            },
+            startup=dict(engine.phases),
         )

@@ -1,7 +1,8 @@
 """deploy/: manifests that Kubernetes takes, and that agree with each other and with the configuration in
 them.
 
-Nothing here is built or started: that needs a container runtime, systemd or a cluster.
+Nothing here is built or started: that needs a container runtime, systemd or a cluster. What they say of HTTP
+is done to a real server in tests/server/test_deployment.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from ruamel.yaml import YAML
 
 from hybridserve.config.loader import load_config
 from hybridserve.config.schema import EngineConfig
+from hybridserve.frontend.client import CLOSE_SECONDS
+from hybridserve.server.serve import FAREWELL_SECONDS
+from hybridserve.server.tracing import FLUSH_SECONDS
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 GUIDE = (ROOT / "docs" / "deploy-jamba-large.md").read_text()
 VERSIONS = ("1.30", "1.34")
+ENDING_SECONDS = CLOSE_SECONDS + FAREWELL_SECONDS + FLUSH_SECONDS
+"""After the drain: the engine closes, the last responses are written, the last spans are sent."""
 
 
 def documents() -> dict[tuple[str, str], Any]:
@@ -68,7 +74,9 @@ def test_probes_and_drain(config: EngineConfig) -> None:
     }
     assert paths == {"startup": "/health/ready", "readiness": "/health/ready", "liveness": "/health/live"}
     before = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert POD["spec"]["terminationGracePeriodSeconds"] > before + config.server.drain_seconds
+    assert (
+        POD["spec"]["terminationGracePeriodSeconds"] > before + config.server.drain_seconds + ENDING_SECONDS
+    )
     assert DOCUMENTS["Deployment", "hybridserve"]["spec"]["strategy"] == {"type": "Recreate"}
 
 
@@ -115,7 +123,8 @@ def test_the_unit_leaves_time_to_drain(service: SectionProxy) -> None:
     assert command[0].endswith("/bin/hybridserve")
     assert command[1:] == ["serve", "/etc/hybridserve/deployment.yaml"]
     assert service["KillSignal"] == "SIGTERM"
-    assert float(service["TimeoutStopSec"]) > EngineConfig(model="demo").server.drain_seconds
+    drain_seconds = EngineConfig(model="demo").server.drain_seconds
+    assert float(service["TimeoutStopSec"]) > drain_seconds + ENDING_SECONDS
     assert service["Restart"] == "on-failure"
 
 

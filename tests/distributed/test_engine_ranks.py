@@ -192,3 +192,27 @@ def test_f084_a_rank_that_keeps_the_first_is_seen(engines: Engines, monkeypatch:
     engines.close()
     assert len(staged) >= 3
     assert got != engines.one_process(in_turns, max_loaded=1)
+
+
+@pytest.mark.parametrize("name", each(TOPOLOGIES))
+def test_f006_prefixes_over_ranks(name: str, engines: Engines) -> None:
+    """States are copied to and from checkpoints on every rank. K and V without a state are no hit, however
+    much of them there is: that is decided where steps are planned."""
+    llm = engines.over(name)
+    prompt = [*range(300, 340)]
+    longer = [*prompt[:34], *range(400, 410)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+
+    def ask(llm: LLM) -> list[Any]:
+        outputs = [llm.generate([ids], params)[0] for ids in (prompt, prompt, longer, longer)]
+        prefix = llm._core.scheduler.cache.prefix
+        while prefix.evict_checkpoint():
+            pass
+        outputs.append(llm.generate([prompt], params)[0])
+        return outputs
+
+    outputs, expected = ask(llm), engines.one_process(ask)
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 32, 32, 32, 0]
+    for mine, other in zip(outputs, expected, strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        compare_logprobs(mine.outputs[0].logprobs, other.outputs[0].logprobs)

@@ -269,6 +269,15 @@ def start_script(path: Path, script: str = SCRIPT) -> tuple[subprocess.Popen[str
     return process, ranks
 
 
+def errors_of(process: subprocess.Popen[str]) -> str:
+    """What it has written when it has ended; it is given time, and nothing is left of it in any case."""
+    try:
+        return process.communicate(timeout=60)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"it goes on, having written {process.communicate()[1]!r}")
+
+
 def check_all_end_with(process: subprocess.Popen[str], ranks: list[psutil.Process]) -> None:
     process.kill()
     process.wait()
@@ -309,7 +318,7 @@ def test_ctrl_c(model: Callable[[str], Path]) -> None:
     """To the whole foreground process group, as a terminal sends it: one traceback, that of the program."""
     process, ranks = start_script(model("jamba"))
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    errors = errors_of(process)
     assert process.returncode == -signal.SIGINT
     assert errors.count("Traceback") == 1
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
@@ -321,7 +330,7 @@ def test_a_program_whose_rank_dies_exits_with_an_error(model: Callable[[str], Pa
     process, ranks = start_script(model("jamba"))
     others = [child for child in psutil.Process(process.pid).children(recursive=True) if child not in ranks]
     ranks[0].kill()
-    _, errors = process.communicate(timeout=20)
+    errors = errors_of(process)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("hybridserve.distributed.failure.RankFailure: rank 1 (process ")
     assert "terminate called" not in errors

@@ -96,6 +96,7 @@ def steps(draw: st.DrawFn) -> StepInput:
         prompt_logprobs=PromptLogprobsInput(ints(P), ints(P), draw(counts)) if draw(st.booleans()) else None,
         state_copies=ints(P, 2),
         block_copies=ints(B, 2),
+        state_saves=ints(B, 2),
     )
 
 
@@ -169,6 +170,7 @@ def a_step() -> StepInput:
         prompt_logprobs=None,
         state_copies=zeros.reshape(0, 2),
         block_copies=zeros.reshape(0, 2),
+        state_saves=zeros.reshape(0, 2),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridserve.cli import main
+from tests.harness import command_line
 
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "hybridserve" / "models" / "demo" / "adapters"
@@ -17,15 +17,8 @@ PROMPT = ["--prompt", "The people of the", "--temperature", "0", "--max-tokens",
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command; returns its status and what it says on standard output and standard error."""
-
-    def run_command(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as status:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        return status.value.code, shown.out, shown.err
-
-    return run_command
+    """Runs a command; returns its exit status, standard output and standard error."""
+    return lambda *arguments: command_line.run(capsys, arguments)
 
 
 def test_generate_with_an_adapter(run):

@@ -17,6 +17,8 @@ import pytest
 
 import hybridserve
 from hybridserve.cli import main
+from tests.harness import command_line
+from tests.harness.command_line import imported_by
 
 ROOT = Path(__file__).parents[2]
 MODULE = [sys.executable, "-m", "hybridserve"]
@@ -27,26 +29,11 @@ def run(capsys):
     """Runs a command that must succeed; returns what it says on standard output and standard error."""
 
     def run_command(*arguments: object) -> tuple[str, str]:
-        with pytest.raises(SystemExit) as status:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        assert status.value.code == 0, shown.err
-        return shown.out, shown.err
+        status, out, err = command_line.run(capsys, arguments)
+        assert status == 0, err
+        return out, err
 
     return run_command
-
-
-def imported_by(code: str) -> set[str]:
-    """The modules that are there after `code` has run."""
-    code = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    return set(done.stderr.split())
 
 
 def test_import_brings_neither_torch_nor_pydantic():
@@ -197,15 +184,20 @@ def test_aborted_results_of_a_file_are_written_and_counted(aborting, capsys, tmp
     assert [line for line in shown.err.splitlines() if line.startswith("hybridserve")] == [said]
 
 
-def test_a_fault_in_a_stream_is_not_taken_for_its_end(monkeypatch):
+def test_a_fault_in_a_stream_is_not_taken_for_its_end(monkeypatch, capsys):
     from hybridserve.llm import LLM
 
     def stream(llm, prompt, params, **options):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr(LLM, "stream", stream)
-    with pytest.raises(RuntimeError, match="a fault of ours"):
+    with pytest.raises(SystemExit) as status:
         main(["generate", "demo", "--prompt", "x"])
+    shown = capsys.readouterr()
+    assert (status.value.code, shown.out) == (1, "")
+    assert shown.err.endswith(
+        "hybridserve: generate failed; --verbose shows where\n    RuntimeError: a fault of ours\n"
+    )
 
 
 def test_a_text_that_looks_like_an_option_stays_as_it_is(monkeypatch, capsys):
@@ -325,7 +317,7 @@ def script(*arguments: str) -> str:
     [
         "hybridserve.cli",
         "argparse",
-        "hybridserve.config.loader",
+        "hybridserve.config.keys",
         "torch",
         "hybridserve.engine.planner",
         "hybridserve.kernels.pointwise",  # late, by the planner

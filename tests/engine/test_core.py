@@ -94,6 +94,7 @@ def test_logits_that_are_not_finite_end_their_request_only(jamba: Path, delay: i
     engine.check_drained()
     last = [output for output in outputs if output.request_id == "bad"][-1]
     assert (last.finish_reason, last.stop_reason) == ("abort", NOT_FINITE)
+    assert engine.core.gauges()["num_not_finite"] == 1
     Oracle(jamba).check(engine.results["good", 0])
 
 

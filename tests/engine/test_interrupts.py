@@ -105,6 +105,29 @@ def test_a_block_that_a_signal_left_half_way_does_not_count() -> None:
     assert done == ["cleaned up"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_python_loses_is_raised_when_the_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the course of a collection is printed, and the program goes on."""
+
+    class Interrupted:
+        def __del__(self) -> None:
+            interrupt()
+
+    lost = []
+    monkeypatch.setattr("sys.unraisablehook", lambda each: lost.append(each.exc_type))
+    interrupts, done = Interrupts(), []
+    with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012
+        with interrupts.let_through():
+            Interrupted()
+            done.append("goes on")
+        done.append("held")
+        with interrupts.let_through():
+            done.append("too late")
+    assert (lost, done) == ([KeyboardInterrupt], ["goes on", "held"])
+    with interrupts.held(), interrupts.let_through():
+        pass  # and not again
+
+
 def test_without_a_block_that_is_held_nothing_changes() -> None:
     interrupts = Interrupts()
     with interrupts.held():

@@ -86,7 +86,7 @@ async def idle(engine: AsyncLLM, seconds: float = 2.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         stats = await engine.stats()
-        left = ("num_running", "num_waiting", "cache_num_blocks", "cache_num_slots")
+        left = ("num_running", "num_waiting", "cache_num_live_bytes")
         if engine.num_in_flight == 0 and not any(stats[name] for name in left):
             return True
         await asyncio.sleep(0.01)
@@ -301,13 +301,13 @@ def test_a_watcher_sees_requests_and_slabs(call: Any) -> None:
             assert 0 < request.seconds < 100
             assert view.gauges["num_running"] == 1
             assert view.slabs[0] == SlabKind.NULL
-            assert view.slabs.count(SlabKind.KV) == view.gauges["cache_num_block_slabs"] == 1
-            assert view.slabs.count(SlabKind.STATE) == view.gauges["cache_num_slot_slabs"] == 1
+            assert view.slabs.count(SlabKind.KV) == view.gauges["cache_num_block_slabs"] >= 1
+            assert view.slabs.count(SlabKind.STATE) == view.gauges["cache_num_slot_slabs"] >= 1
             assert {adapter.name for adapter in view.adapters} >= {"shakespeare"}
         assert await idle(engine, 1.0)
         view = await engine.view()
         assert view.requests == []
-        assert set(view.slabs[1:]) == {SlabKind.FREE}
+        assert view.gauges["cache_num_live_bytes"] == 0
 
     call(work)
 

@@ -113,6 +113,61 @@ def test_leniency_inside_a_grammar_is_refused_as_well(tokenizer: LLTokenizer) ->
         check(tokenizer, StructuredOutputs(grammar=f"start: %json {inner}"))
 
 
+WIDE = 2**53 + 1
+NUMBERS: list[tuple[str, dict[str, Any]]] = [
+    ("const", {"const": WIDE}),
+    ("const", {"const": -(2**63)}),
+    ("const", {"const": {"a": [WIDE]}}),
+    ("const", {"const": 10**400 + 1}),
+    ("enum", {"properties": {"id": {"enum": ["a", 1, WIDE]}}}),
+    ("enum", {"properties": {"default": {"enum": [WIDE]}}}),
+    ("minimum", {"type": "integer", "minimum": WIDE, "maximum": 2**60}),
+    ("maximum", {"type": "integer", "maximum": 2**63 - 1}),
+    ("exclusiveMinimum", {"anyOf": [{"type": "integer", "exclusiveMinimum": 10**18}]}),
+    ("exclusiveMaximum", {"$defs": {"a": {"exclusiveMaximum": WIDE}}, "$ref": "#/$defs/a"}),
+    ("multipleOf", {"type": "array", "items": {"type": "integer", "multipleOf": WIDE}}),
+]
+
+
+@pytest.mark.parametrize(("keyword", "schema"), NUMBERS)
+def test_an_integer_that_would_become_another_is_refused(
+    tokenizer: LLTokenizer, keyword: str, schema: dict[str, Any]
+) -> None:
+    for spec in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        message = rf"^structured_outputs\.\w+: can't be enforced: {keyword}, with an integer"
+        with pytest.raises(ValueError, match=message):
+            check(tokenizer, StructuredOutputs(**spec))
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 2**60, 10**18, 10**22, 0.1, 1e22, 2**53 - 1])
+def test_a_number_that_a_float_holds_is_written_as_it_is(tokenizer: LLTokenizer, number: float) -> None:
+    spec = check(tokenizer, StructuredOutputs(json={"const": number, "default": WIDE}))
+    assert accepts(tokenizer, spec, format(number, ".0f") if number != 0.1 else "0.1")
+    assert not accepts(tokenizer, spec, str(int(number) + 1))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"regex": r"[^\s\S]"},
+        {"regex": r"a[^\s\S]"},
+        {"grammar": 'start: start "a"'},
+        {"grammar": "start: a\na: a"},
+        {"grammar": 'start: a\na: "x" a'},
+        {"grammar": 'root ::= root "a"'},
+        {"json": {"$ref": "#"}},
+        {"json": {"type": "string", "pattern": r"[^\s\S]"}},
+    ],
+)
+def test_what_nothing_matches_is_said_in_plain_words(tokenizer: LLTokenizer, spec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^structured_outputs\.{next(iter(spec))}: ") as caught:
+        check(tokenizer, StructuredOutputs(**spec))
+    assert str(caught.value).partition(": ")[2] in (
+        "no text is like this: nothing matches it, or it never ends",
+        "is too complex, or never ends",
+    )
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

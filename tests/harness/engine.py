@@ -160,6 +160,7 @@ class GuardedExecutor(Executor):
             slots = owned.as_strided(self.arena.slots.shape, self.arena.slots.stride())
             slots[step.state_slots] = True
             slots[step.state_copies[:, 1]] = True
+            slots[step.state_saves[:, 1]] = True
         changed = (before != self.arena.buffer) & ~owned
         assert not changed.any(), f"step {step.step_id} wrote to memory that it does not own"
 
@@ -187,7 +188,8 @@ class Guarded:
         preempt_every: int | None = None,
         **options: Any,
     ) -> None:
-        options = {"max_model_len": 256, "check_integrity": True, "memory_bytes": memory} | options
+        defaults = {"max_model_len": 256, "check_integrity": True, "prefix_caching": False}
+        options = {**defaults, "memory_bytes": memory, **options}
         config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
         plan = make_plan(config, path)
         worker = Worker(path, plan)
@@ -284,6 +286,8 @@ class Guarded:
 
     def check_drained(self) -> None:
         cache = self.core.scheduler.cache  # another one after a restart
+        cache.check_integrity([])
+        cache.prefix.clear()
         cache.check_integrity([])
         assert (cache.blocks.num_free, cache.slots.num_free, cache.slabs.num_free) == self._initial
         while self.core.adapters.num_loading:  # for requests that have been aborted

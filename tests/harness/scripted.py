@@ -115,6 +115,7 @@ class ScriptedEngine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 64, **limits}
         self.layout, self.depth = layout, depth
         self.scheduler = Scheduler(layout, eos_token_ids=[EOS], check_integrity=True, **options)
+        self.num_computed = 0
         self.requests: dict[str, Request] = {}
         self.events: list[TokenEvent] = []
         self.steps: list[ScheduledStep] = []
@@ -137,12 +138,14 @@ class ScriptedEngine:
         adapter: str | None = None,
         version: int | None = 1,
         adapter_start: int = 0,
+        cache_salt: str | None = None,
         **params: object,
     ) -> Request:
         """`version` of an adapter's content; None: the base model, though `adapter` is named."""
         request = Request(request_id, list(prompt), SamplingParams(**params), priority, adapter)
         if adapter is not None and version is not None:
             request.adapter_id, request.adapter_start = f"{adapter}-{version}", adapter_start
+        request.cache_salt = cache_salt
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -202,6 +205,7 @@ class ScriptedEngine:
             tokens.append([known[position] if position < len(known) else None for position in positions])
             assert not (request.params.has_penalties and sequence.samples and None in tokens[-1])
         self._flights.append(_Captured(step, requests, tokens))
+        self.num_computed += step.num_tokens
         self.steps.append(step)
         return step
 
@@ -249,6 +253,9 @@ class ScriptedEngine:
                 request, end = requests[name], sequence.start + sequence.length
                 token = draw(state, request.index, end - request.num_prompt, request.params)
                 sampled[name] = self._drawn[request, end] = token
+        slots = dict(self._slots)
+        for source, destination in step.state_saves:
+            self._slots[destination] = slots[source]
         events = self.scheduler.update(step.step_id, sampled)
         self._clear_slots(self.scheduler.adapters.take_dropped())
         self.events += events
@@ -269,6 +276,8 @@ class ScriptedEngine:
             self._slots[sequence.state_slot] = state
         if self.layout.blocks_per_slab:
             for position, token in enumerate(ids, start=sequence.start):
+                if position < sequence.write_from:
+                    continue
                 self._blocks[sequence.block_ids[position // size], position % size] = token
             attended = fold([self._blocks[sequence.block_ids[p // size], p % size] for p in range(end)])
             assert attended == state or not self.layout.slots_per_slab, f"{request.id}: state and KV disagree"
@@ -298,14 +307,18 @@ class ScriptedEngine:
             units: set[tuple[str, int]] = set()
             if self.layout.blocks_per_slab:
                 assert len(sequence.block_ids) * size >= end
-                touched = sequence.block_ids[sequence.start // size : -(-end // size)]
+                first = max(sequence.start, sequence.write_from) // size
+                touched = sequence.block_ids[first : -(-end // size)]
                 units |= {("block", block) for block in touched}
             if self.layout.slots_per_slab:
                 units.add(("slot", sequence.state_slot))
             written[sequence.request_id] = units
+        written["(saves)"] = {("slot", destination) for _, destination in step.state_saves}
         return written
 
     def check_drained(self) -> None:
+        self.scheduler.cache.prefix.clear()
+        self.scheduler.check_integrity()
         usage = self.scheduler.cache.usage()
         assert (usage.num_blocks, usage.num_slots, usage.num_slabs, usage.num_bytes) == (0, 0, 0, 0)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)

@@ -10,6 +10,7 @@ from tests.harness.models import save_model
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
     from pathlib import Path
 
 EOS = 2
@@ -17,8 +18,9 @@ VOCAB_SIZE = 300
 """Not a multiple of 32, and more than the tokenizer has."""
 
 
-def save_byte_tokenizer(path: Path) -> None:
-    """256 bytes, after three special tokens; and some pairs, so that a mask is more than the next byte."""
+def save_byte_tokenizer(path: Path, more_special: Sequence[str] = ()) -> None:
+    """256 bytes, after three special tokens; and some pairs, so that a mask is more than the next byte.
+    `more_special`: tokens that come last."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1, "</s>": EOS}
     vocab |= {char: 3 + place for place, char in enumerate(alphabet)}
@@ -28,7 +30,8 @@ def save_byte_tokenizer(path: Path) -> None:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<pad>", "<s>", "</s>")])
+    special = ("<pad>", "<s>", "</s>", *more_special)
+    backend.add_special_tokens([AddedToken(text, special=True) for text in special])
     backend.save(str(path / "tokenizer.json"))
 
 

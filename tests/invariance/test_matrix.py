@@ -29,6 +29,7 @@ AXES: dict[str, list[Any]] = {
     "poison": ["nan", "large"],
     "delay": [0, 1],
     "buckets": [(), (4, 8, 16)],
+    "cache": ["off", "cold", "warm"],
     "format": ["none", "int8", "int8, default", "int8-w8a8", "fp8"],
 }
 OPTIONS = {"int8, default": ("int8", "auto"), "int8-w8a8": ("int8-w8a8", "auto")}
@@ -47,12 +48,18 @@ def run_cell(
     t_model: Path, oracle: Oracle, company: str, cell: dict[str, Any], lengths: list[int]
 ) -> Guarded:
     """`oracle` has the numbers that the weights are in the cell's format."""
-    name = cell.pop("format", "none")
+    name, cache = cell.pop("format", "none"), cell.pop("cache", "off")
     format_name, gemm = OPTIONS.get(name, (name, "exact"))
     options = {"quantization.format": format_name, "kernels.gemm": gemm}
+    if cache != "off":
+        options |= {"prefix_caching": True, "block_size": 4, "checkpoint_interval": 8}
     engine = Guarded(t_model, **options, **cell)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    prompts = make_prompts(lengths)
+    prompts = alike(make_prompts(lengths))
+    if cache == "warm":
+        for index, prompt in enumerate(prompts):
+            engine.add(f"before{index}", prompt, params)
+        engine.run()
     if company == "alone":
         for index, prompt in enumerate(prompts):
             engine.add(f"r{index}", prompt, params)
@@ -72,7 +79,17 @@ def run_cell(
             if index % 3 == 2:
                 engine.step()
     oracle.check_all(engine.run())
+    if cache == "warm":
+        assert engine.core.gauges()["prefix_num_hit_tokens"] > 0
     return engine
+
+
+def alike(prompts: list[list[int]]) -> list[list[int]]:
+    """Two of three begin with the same tokens."""
+    common = make_prompts([14], seed=3)[0]
+    return [
+        prompt if index % 3 == 0 else (common + prompt)[: len(prompt)] for index, prompt in enumerate(prompts)
+    ]
 
 
 class Rounded(Oracle):

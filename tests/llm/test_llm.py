@@ -84,7 +84,7 @@ def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
     assert llm.stats()["num_running"] == 1
     stream.close()
     stats = llm.stats()
-    assert stats["num_running"] == stats["cache_num_blocks"] == stats["cache_num_slots"] == 0
+    assert stats["num_running"] == stats["cache_num_live_bytes"] == 0
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -113,7 +113,7 @@ def test_stop_string_across_tokens(llm: LLM) -> None:
     assert completion.stop_reason == stop
     assert "".join(llm.stream(PROMPT, params)) == completion.text
     assert len(completion.token_ids) < 40
-    assert llm.stats()["cache_num_slots"] == 0
+    assert llm.stats()["cache_num_live_bytes"] == 0
 
 
 def test_stop_string_waits_for_min_tokens(llm: LLM) -> None:
@@ -284,7 +284,7 @@ def test_a_step_that_fails_does_not_end_the_engine(
     with pytest.raises(error):
         llm.generate(["The king", "In the year"], SamplingParams(n=2, max_tokens=8, prompt_logprobs=0))
     assert text + "".join(stream) == expected
-    assert llm.stats()["num_running"] == llm.stats()["cache_num_blocks"] == 0
+    assert llm.stats()["num_running"] == llm.stats()["cache_num_live_bytes"] == 0
     output = llm.generate("The king", SamplingParams(max_tokens=2, prompt_logprobs=0))[0]
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     stats = llm.stats()
@@ -499,3 +499,21 @@ def test_two_engines_in_one_process(llm: LLM) -> None:
     mine, theirs = llm.stream(PROMPT, GREEDY), other.stream(PROMPT, GREEDY)
     assert "".join(a + b for a, b in zip(mine, theirs, strict=True)) != ""
     assert "".join(llm.stream(PROMPT, GREEDY)) == "".join(other.stream(PROMPT, GREEDY))
+
+
+def test_prompts_with_a_common_beginning(llm: LLM) -> None:
+    """What was computed is not computed again, the answer is the same, and a salt keeps it apart."""
+    prompt = list(range(500, 550))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    before = llm.stats()
+    outputs = [llm.generate(prompt, params, cache_salt=salt)[0] for salt in (None, None, "one", "one", "two")]
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 48, 0, 48, 0]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    after = llm.stats()
+    assert after["prefix_num_hit_tokens"] - before["prefix_num_hit_tokens"] == 96
+    assert after["num_computed_tokens"] - before["num_computed_tokens"] == 5 * 55 - 96
+    kinds = ("kv_live", "kv_cached", "state_live", "checkpoints", "fragmented", "free")
+    assert sum(after[f"cache_bytes_{kind}"] for kind in kinds) == after["cache_num_usable_bytes"]
+    assert list(llm.stream(prompt, params, cache_salt="three"))
+    with pytest.raises(ValueError, match="cache_salt"):
+        llm.generate(prompt, params, cache_salt=7)

@@ -127,6 +127,17 @@ def test_not_safetensors(jamba: Path, data: bytes) -> None:
         load(jamba)
 
 
+def test_s027_a_name_that_occurs_twice(jamba: Path) -> None:
+    data = (jamba / FILE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    again = json.dumps({GATE: {**header[GATE], "shape": header[GATE]["shape"][::-1]}})
+    text = f"{json.dumps(header)[:-1]}, {again[1:]}".encode()
+    (jamba / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ValueError, match=rf"model\.safetensors: '{GATE}' occurs twice in the header"):
+        load(jamba)
+
+
 def test_only_pickles_there(jamba: Path) -> None:
     (jamba / FILE).rename(jamba / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no safetensors there, only pytorch_model\.bin: .* can run code"):

@@ -12,6 +12,7 @@ import pytest
 import hybridserve
 from tests.harness.asgi import serving
 from tests.harness.fake_engine import MAX_MODEL_LEN
+from tests.harness.tools import TOOLS, save_tokenizer, says
 
 if TYPE_CHECKING:
     from tests.harness.asgi import Client
@@ -53,6 +54,29 @@ def test_an_answer_and_its_stream():
             assert len(scored) == 6
 
     serving(scenario)
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["plain", "tools"])
+def test_who_speaks_is_said_first_of_all_choices_in_order(tools, tmp_path):
+    """OpenAI's client makes its list of choices by the first pieces, where choice 0 may have nothing to say
+    yet: its text may be the beginning of a stop string, or of a marker."""
+    directory = save_tokenizer(tmp_path, "plain")
+    late, soon = "wait a while, then more", "at once"
+
+    async def scenario(client: Client) -> None:
+        more = {"tools": TOOLS} if tools else {}
+        answer = await client.chat(messages=HELLO, n=3, stop=["wait a while!"], stream=True, **more)
+        pieces = [event["choices"][0] for event in answer.events[:-1]]
+        assert [piece["index"] for piece in pieces[:3]] == [0, 1, 2]
+        assert [piece["delta"] for piece in pieces[:3]] == [{"role": "assistant", "content": ""}] * 3
+        assert pieces[3]["index"] != 0, "choice 0 was to be held back"
+        assert all("role" not in piece["delta"] for piece in pieces[3:])
+        for index, text in enumerate([late, soon, soon]):
+            mine = [piece for piece in pieces if piece["index"] == index]
+            assert "".join(piece["delta"].get("content", "") for piece in mine) == text
+            assert mine[-1]["finish_reason"] == "stop"
+
+    serving(scenario, tokenizer=directory, reply=says(directory, late, soon))
 
 
 @pytest.mark.parametrize("count", [None, 0, 1, 20])

@@ -34,9 +34,9 @@ def refused(answer: Answer, param: str) -> None:
 def test_the_tables_do_not_contradict_each_other():
     for model in (ChatRequest, CompletionRequest):
         served = set(model.model_fields)
-        assert not served & HARMLESS
-        assert served & set(REFUSED) == set()
-        assert served & set(WITHOUT_EFFECT) <= {"echo", "add_generation_prompt"}
+        assert served & HARMLESS <= {"parallel_tool_calls"}
+        assert served & set(REFUSED) <= {"tools", "tool_choice"}
+        assert served & set(WITHOUT_EFFECT) <= {"echo", "add_generation_prompt", "tools", "tool_choice"}
     assert not HARMLESS & (set(REFUSED) | set(WITHOUT_EFFECT))
 
 
@@ -54,9 +54,71 @@ def test_harmless_fields_are_accepted_named_and_counted(kind):
 
 
 @pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    "key", ["05", "1_0", " 5", "5 ", "+5", "-5", "\u0665", "5.0", "", "a", "5\n", "9" * 11]
+)
+def test_keys_of_logit_bias_are_plain_ids(kind, key):
+    """Other writings of a number would make one id of two keys."""
+
+    async def scenario(client: Client) -> None:
+        refused(await ask(client, kind, logit_bias={key: 1, "5": 2}), "logit_bias")
+        assert (await ask(client, kind, logit_bias={"0": 1, "50": 2})).status == 200
+        assert client.engine.fake.received[-1].request.params.logit_bias == {0: 1.0, 50: 2.0}
+
+    serving(scenario)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_stream_options(kind):
+    async def scenario(client: Client) -> None:
+        async def events(**options: Any) -> Any:
+            answer = await ask(client, kind, stream=True, stream_options=options, max_tokens=3)
+            assert answer.status == 200, answer.body
+            told = answer.headers.get("x-hybridserve-ignored-fields")
+            assert told == (
+                "stream_options.include_obfuscation" if options.get("include_obfuscation") else None
+            )
+            return answer.events[:-1]
+
+        each = await events(continuous_usage_stats=True)
+        assert all(event["choices"] for event in each), "nobody asked for a last one"
+        assert each[-1]["usage"]["completion_tokens"] == 3
+        for options in ({"include_usage": None}, {"continuous_usage_stats": None}, {}):
+            assert all("usage" not in event for event in await events(**options))
+        last = (await events(include_usage=True, continuous_usage_stats=None, include_obfuscation=True))[-1]
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+        for bad in ({"include_usage": 1}, {"include_obfuscation": "yes"}, {"other": True}):
+            answer = await ask(client, kind, stream=True, stream_options=bad)
+            refused(answer, f"stream_options.{next(iter(bad))}")
+
+    serving(scenario)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_max_completion_tokens_is_max_tokens(kind):
+    async def scenario(client: Client) -> None:
+        answer = await ask(client, kind, max_tokens=None, max_completion_tokens=3)
+        assert answer.json["usage"]["completion_tokens"] == 3
+        assert (await ask(client, kind, max_tokens=3, max_completion_tokens=3)).status == 200
+        refused(await ask(client, kind, max_tokens=3, max_completion_tokens=4), "max_tokens")
+        much = await ask(client, kind, max_tokens=None, max_completion_tokens=5000)
+        refused(much, "max_completion_tokens")
+        less = await ask(client, kind, max_tokens=None, max_completion_tokens=3, min_tokens=4)
+        assert less.status == 400
+        if kind == "completions":
+            scored = await ask(
+                client, kind, max_tokens=None, max_completion_tokens=0, echo=True, logprobs=1, n=2
+            )
+            assert scored.json["usage"]["completion_tokens"] == 0
+
+    serving(scenario)
+
+
+@pytest.mark.parametrize("kind", BOTH)
 def test_b048_foreign_fields_are_refused_with_what_to_do(kind):
     async def scenario(client: Client) -> None:
-        for name in REFUSED:
+        served = (ChatRequest if kind == "chat" else CompletionRequest).model_fields
+        for name in REFUSED.keys() - served.keys():
             answer = await ask(client, kind, **{name: "anything"})
             refused(answer, name)
             assert answer.error["code"] == "unsupported_field"

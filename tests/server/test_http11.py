@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,35 @@ def test_s020_headers_at_the_limit_and_past_it():
         assert status_of(await site.exchange(request(b"", path=b"/" + b"a" * HEADERS, method=b"GET"))) == 431
         endless = await site.exchange(b"GET / HTTP/1.1\r\nx: ", *[b"a" * 1000] * 50)
         assert status_of(endless) == 431
+
+    on_a_socket(scenario)
+
+
+def test_a_body_with_two_lengths_is_refused():
+    """A proxy that believes the other one would take the rest of a body for a request of its own."""
+    hidden = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    async def scenario(site: Site) -> None:
+        for first, second in itertools.permutations(
+            [b"content-length: %d" % (len(hidden) + 5), b"transfer-encoding: chunked"]
+        ):
+            lines = [b"POST /v1/completions HTTP/1.1", b"host: localhost", first, second, b"", b"0", b"", b""]
+            answer = await site.exchange(b"\r\n".join(lines) + hidden)
+            assert status_of(answer) == 400
+            assert answer.count(b"HTTP/1.1 ") == 1
+            assert b"Transfer-Encoding" in answer
+
+    on_a_socket(scenario)
+
+
+def test_head_has_no_body():
+    async def scenario(site: Site) -> None:
+        for path in (b"/health", b"/v1/models"):
+            answer = await site.exchange(request(b"", method=b"HEAD", path=path))
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert status_of(answer) == 200
+            assert b"content-length: " in head
+            assert body == b""
 
     on_a_socket(scenario)
 

@@ -101,6 +101,44 @@ def test_b009_a_client_that_leaves_in_its_prompt(monkeypatch):
     serving(scenario)
 
 
+@pytest.mark.parametrize("moment", ["before it is admitted", "refused", "running"])
+def test_what_the_engine_took_is_counted_though_its_client_has_left(moment, monkeypatch):
+    """Else the prompts that the engine counts are more than those whose tokens and seconds are known."""
+
+    async def scenario(client: Client) -> None:
+        fake, held = client.engine.fake, []
+        say = fake._say
+
+        def hold_back(message: Any) -> None:
+            (held.append if isinstance(message, protocol.Admitted) else say)(message)
+
+        if moment != "running":
+            monkeypatch.setattr(fake, "_say", hold_back)
+        call = ask(client, model="nobody" if moment == "refused" else "demo")
+        await until(lambda: has_taken(client, 1))
+        if moment == "running":
+            await until(lambda: fake.stats["num_steps"] > 2)
+        call.leave()
+        await until(lambda: client.service.num_sequences == 0)
+        for message in held:
+            say(message)
+        await asyncio.sleep(0.05)
+        series = await client.series()
+        count = 0 if moment == "refused" else 1
+        assert series["hybridserve_prompt_tokens_total"] == count * len(IDS)
+        for name in (
+            "request_prompt_tokens",
+            "request_params_n",
+            "request_generation_tokens",
+            "e2e_request_latency_seconds",
+        ):
+            assert series[f"hybridserve_{name}_count"] == count, name
+        first = series["hybridserve_time_to_first_token_seconds_count"]
+        assert first == (1 if moment == "running" else 0)
+
+    serving(scenario, **ENDLESS)
+
+
 def test_b011_a_hundred_that_leave_together():
     async def scenario(client: Client) -> None:
         calls = [ask(client, stream=True) for _ in range(100)]
@@ -172,9 +210,35 @@ def test_the_deadline_of_a_request(stream):
             assert (answer.status, answer.error["code"]) == (504, "request_timeout")
             assert answer.headers["x-should-retry"] == "false"
         await until(lambda: client.engine.num_in_flight == 0)
+        series = await client.series()
+        assert series["hybridserve_e2e_request_latency_seconds_count"] == 1
+        assert series["hybridserve_e2e_request_latency_seconds_sum"] > 0.25
+        assert series["hybridserve_request_generation_tokens_count"] == 1
+        assert series["hybridserve_request_generation_tokens_sum"] >= 1
         assert (await client.complete(prompt=IDS, max_tokens=2)).status == 200
+        assert (await client.series())["hybridserve_e2e_request_latency_seconds_count"] == 2
 
     serving(scenario, server={"request_timeout": 0.3}, **ENDLESS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_is_cut_short_by_the_servers_end_is_told_so(stream, caplog):
+    async def scenario(client: Client) -> None:
+        call = ask(client, stream=stream)
+        await until(lambda: client.engine.fake.stats["num_steps"] > 2)
+        client.service.is_draining = True
+        assert not await client.engine.drain(0.01)
+        await client.engine.close()
+        answer = await call.answer()
+        error = answer.events[-2]["error"] if stream else answer.error
+        assert (error["code"], error["message"]) == ("unavailable", "the server is being stopped")
+        assert answer.status == (200 if stream else 503)
+        late = await client.complete(prompt=IDS)
+        assert (late.status, late.error["message"]) == (503, "the server is shutting down")
+
+    with caplog.at_level("WARNING"):
+        serving(scenario, **ENDLESS)
+    assert not caplog.records
 
 
 def test_while_the_model_is_being_loaded():

@@ -146,6 +146,20 @@ def test_values_and_fields_to_the_last():
         parse_object(json.dumps({**fields, "one": 1}).encode())
 
 
+def test_strings_objects_and_lists_to_the_last():
+    def body(inner: str, count: int) -> bytes:
+        return f'{{"a": [{",".join([inner] * count)}]}}'.encode()
+
+    for inner, size in (("[]", 1), ("{}", 1), (r'"\"{[\\"', 1), ('{"b": [{"c": 1}]}', 5)):
+        count = (limits.MAX_PARTS - 1) // size
+        assert len(parse_object(body(inner, count))["a"]) == count
+        with pytest.raises(ApiError) as error:
+            parse_object(body(inner, count + 1))
+        assert (error.value.status, error.value.param) == (413, "a")
+    text = '{["' * limits.MAX_PARTS
+    assert parse_object(json.dumps({"a": text, "b": [text]}).encode()) == {"a": text, "b": [text]}
+
+
 def test_s014_requests_for_too_much_are_refused_at_once():
     async def scenario(client: Client) -> None:
         begin = time.monotonic()
@@ -153,11 +167,12 @@ def test_s014_requests_for_too_much_are_refused_at_once():
             {"n": 10**9},
             {"best_of": 10**9},
             {"n": 129},
+            {"prompt": ["a"] * 20_000},
             {"prompt": ["a"] * 100_000},
             {"prompt": [[5]] * 1_000, "n": 128},
         ):
             answer = await client.complete(**{"prompt": "a", **fields})
-            assert answer.status == 400
+            assert answer.status == (413 if len(fields.get("prompt", ())) == 100_000 else 400)
         assert time.monotonic() - begin < 20
         assert not client.engine.fake.received[1:]
 

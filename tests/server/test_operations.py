@@ -58,6 +58,48 @@ def test_models_and_their_adapters():
     serving(scenario, served_name="tiny", **ADAPTERS)
 
 
+def test_one_model_by_its_name():
+    async def scenario(client: Client) -> None:
+        base, law, _ = (await client.get("/v1/models")).json["data"]
+        for name, card in [("org/tiny", base), ("demo", base), ("law", law)]:
+            answer = await client.get(f"/v1/models/{name}")
+            assert (answer.status, answer.json) == (200, card)
+        for name in ("nobody", "org", "org/tiny/", "", "law/../med"):
+            answer = await client.get(f"/v1/models/{name}")
+            assert (answer.status, answer.error["param"]) == (404, "model")
+            assert answer.error["code"] == "model_not_found"
+        document = (await client.get("/openapi.json")).json
+        (parameter,) = document["paths"]["/v1/models/{id}"]["get"]["parameters"]
+        assert (parameter["name"], parameter["in"], parameter["required"]) == ("id", "path", True)
+        series = await client.series()
+        name = 'hybridserve_http_responses_total{path="/v1/models/{id:path}",status="404"}'
+        assert series[name] == 5
+
+    serving(scenario, served_name="org/tiny", **ADAPTERS)
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/v1/models"])
+def test_head_is_answered_as_get_is(path):
+    async def scenario(client: Client) -> None:
+        get, head = await client.get(path), await client.call("HEAD", path)
+        assert (head.status, head.headers["content-length"]) == (200, get.headers["content-length"])
+
+    serving(scenario)
+
+
+@pytest.mark.parametrize("adapters", [{}, ADAPTERS], ids=["alone", "adapters"])
+def test_who_names_an_unknown_model_is_told_the_base_models_name(adapters):
+    async def scenario(client: Client) -> None:
+        for answer in (
+            await client.complete(model="nobody", prompt="a"),
+            await client.chat(model="nobody", messages=[{"role": "user", "content": "a"}]),
+        ):
+            assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+            assert "org/tiny" in answer.error["message"]
+
+    serving(scenario, served_name="org/tiny", **adapters)
+
+
 def test_an_adapter_is_chosen_by_model():
     async def scenario(client: Client) -> None:
         for model, adapter in [("law", "law"), ("tiny", None), ("demo", None), (None, None)]:
@@ -94,13 +136,16 @@ def test_adapters_come_and_go():
 def test_b040_adapters_that_are_refused():
     async def scenario(client: Client) -> None:
         body = {"lora_name": "law", "lora_path": "x"}
-        for reason, status in [
-            ("/a/b/adapter_config.json: is not JSON", 400),
-            ("lora.allow_runtime_loading: is off, so loading is refused", 403),
+        for reason, status, param, prefix in [
+            ("/a/b/adapter_config.json: is not JSON", 400, "lora_path", "lora_path: "),
+            ("path: 'x' is not under one of lora.roots", 400, "lora_path", "lora_"),
+            ("adapter: 'law' is a name of the base model", 400, "lora_name", "lora_name: "),
+            ("lora.allow_runtime_loading: is off, so loading is refused", 403, None, ""),
         ]:
             client.engine.fake.refuse_adapters = reason
             answer = await client.post("/v1/load_lora_adapter", body)
-            assert (answer.status, answer.error["message"]) == (status, reason)
+            assert (answer.status, answer.error["param"]) == (status, param)
+            assert answer.error["message"] == prefix + reason.removeprefix("adapter: ")
         for fields in (
             {},
             {"lora_name": "a"},
@@ -209,9 +254,9 @@ def test_the_openapi_document_describes(name):
 def test_the_openapi_document_has_every_route():
     async def scenario(client: Client) -> None:
         document = (await client.get("/openapi.json")).json
-        assert document["paths"].keys() == {route.path for route in _ROUTES}
+        assert document["paths"].keys() == {route.public_path for route in _ROUTES}
         for route in _ROUTES:
-            operation = next(iter(document["paths"][route.path].values()))
+            operation = next(iter(document["paths"][route.public_path].values()))
             assert operation["summary"]
             assert operation["description"]
             assert {"400", "401", "503"} <= operation["responses"].keys()
@@ -221,5 +266,14 @@ def test_the_openapi_document_has_every_route():
         sampling = document["components"]["schemas"]["CompletionRequest"]["properties"]
         assert "anyOf" in sampling["prompt"]
         assert "anyOf" in sampling["stop"]
+
+    serving(scenario)
+
+
+def test_what_may_be_done_with_a_path_that_has_a_head():
+    async def scenario(client: Client) -> None:
+        for path, allowed in (("/health", "GET, HEAD"), ("/v1/models", "GET, HEAD"), ("/version", "GET")):
+            answer = await client.call("OPTIONS", path)
+            assert (answer.status, answer.headers["allow"]) == (405, allowed)
 
     serving(scenario)

@@ -9,18 +9,21 @@ import pytest
 from hybridserve.frontend import protocol
 from tests.harness.browser import Browser, Page, find_chromium
 from tests.harness.processes import wait_until
+from tests.harness.required import need
 from tests.harness.web import web_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="no chromium on this machine (apt install chromium)"),
-]
+pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&lt;b&gt;"
 KEY = "sk-of-a-user"
 UNAUTHORIZED = "status of 401"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _chromium() -> None:
+    need(find_chromium() is not None, "no chromium on this machine (apt install chromium)")
 
 
 @pytest.fixture(scope="module")

@@ -15,100 +15,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from tests.harness.processes import end, is_running, wait_until
+from tests.harness.serve_process import ROOT, Server, server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[2]
 KEY = "sk-of-a-user"
 SECRET = "xylophone-secret"
-
-
-class Server:
-    """A process that serves; its log is read as it is written."""
-
-    def __init__(self, *arguments: str, file: Path | None = None) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "hybridserve",
-            "serve",
-            str(file or "demo"),
-            "--port",
-            "0",
-            *arguments,
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
-        self.log: list[str] = []
-        self.port = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line.rstrip("\n"))
-            if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(match[1])
-
-    def wait_listening(self) -> None:
-        assert wait_until(lambda: self.port != 0 or self.process.poll() is not None, 60), self.log
-        assert self.port, self.log
-
-    def wait_ready(self) -> None:
-        self.wait_listening()
-        assert wait_until(lambda: self.get("/health/ready")[0] == 200 or self.process.poll() is not None, 90)
-        assert self.process.poll() is None, self.log
-
-    @property
-    def engine_pid(self) -> int:
-        """Of the engine's process: our child's only child."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
-
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"connection": "close", **headers})
-        return connection.getresponse()
-
-    def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        try:
-            response = self.request("GET", path, **headers)
-            return response.status, response.read()
-        except OSError:
-            return 0, b""
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        response = self.request("POST", path, body, **headers)
-        return response.status, json.loads(response.read())
-
-    def wait_exit(self, seconds: float = 30) -> int:
-        status = self.process.wait(seconds)
-        self._reader.join(5)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return status
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-
-@contextlib.contextmanager
-def server(*arguments: str, ready: bool = True, file: Path | None = None) -> Iterator[Server]:
-    one = Server(*arguments, file=file)
-    try:
-        if ready:
-            one.wait_ready()
-        yield one
-    finally:
-        one.process.kill()
-        one.wait_exit()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +48,7 @@ def check_log(one: Server) -> None:
     """JSON lines, the start told in few of them, nothing secret."""
     records = [json.loads(line) for line in one.log]
     starting = [record["message"] for record in records if record["level"] == "info"]
-    assert 6 <= len(starting) <= 20
+    assert 6 <= len([message for message in starting if not message.endswith(" so far")]) <= 15
     assert any(re.fullmatch(r"load: \d+\.\d\d s", message) for message in starting)
     assert any(re.match(r"ready in .* http://127.0.0.1:\d+ serves tiny", message) for message in starting)
     text = "\n".join(one.log)
@@ -249,36 +165,76 @@ def test_the_server_holds_no_torch(shared):
     assert "/torch/" in Path(f"/proc/{shared.engine_pid}/maps").read_text()
 
 
+def dearest_bodies() -> dict[str, tuple[str, bytes, int]]:
+    """Of about 5 MB, each of other parts, with the route that reads them and the status that it answers."""
+    completions, chat = "/v1/completions", "/v1/chat/completions"
+    ask, talk = {"prompt": "a", "max_tokens": 1}, {"messages": [{"role": "user", "content": "a"}]}
+    long = {"role": "user", "content": "b " * 400}
+    properties = {f"p{i}": {} for i in range(400_000)}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    some = {"name": "f", "description": "d " * 2_000_000, "parameters": {"type": "object"}}
+    bodies = {
+        "a text that is taken": (completions, ask | {"user": "u" * 5_000_000}, 200),
+        "as many strings as are taken": (completions, ask | {"metadata": many_strings(14_000, 340)}, 200),
+        "a long text": (completions, ask | {"prompt": "word " * 1_000_000}, 400),
+        "ids": (completions, ask | {"prompt": [5] * 900_000}, 400),
+        "as many messages as are read": (chat, {"messages": [long] * 5_900}, 400),
+        "a tool's long description": (chat, talk | {"tools": [{"type": "function", "function": some}]}, 400),
+        "lists of lists": (completions, ask | {"prompt": [[5]] * 800_000}, 413),
+        "strings": (completions, ask | {"prompt": ["a"] * 800_000}, 413),
+        "messages": (chat, {"messages": [{"role": "user", "content": "hi"}] * 120_000}, 413),
+        "objects": (completions, ask | {"metadata": {f"{i}": {"a": []} for i in range(240_000)}}, 413),
+        "biases": (completions, ask | {"logit_bias": {f"{i}": 1 for i in range(380_000)}}, 413),
+        "properties": (chat, talk | {"tools": [{"type": "function", "function": function}]}, 413),
+    }
+    made = {name: (path, json.dumps(body).encode(), status) for name, (path, body, status) in bodies.items()}
+    return made | {"garbage": (completions, b'{"prompt": "' + b"x" * 5_000_000, 400)}
+
+
+def many_strings(count: int, length: int) -> dict[str, str]:
+    return {f"{i}": "m" * length for i in range(count)}
+
+
+@pytest.mark.slow
 def test_b035_a_large_body_does_not_stop_the_others(shared):
-    """Of 15 MB: a text is refused before it is read, ids and garbage after."""
-    bodies = [
-        json.dumps({"prompt": "word " * 3_000_000}),
-        json.dumps({"prompt": [5] * 900_000}),
-        json.dumps({"messages": [{"role": "user", "content": "a"}] * 300_000}),
-        '{"prompt": "' + "x" * 15_000_000,
-    ]
+    """Each moment counts alike: a stall of a second weighs as much as the hundred questions that it kept from
+    being asked. Reading what is refused with 413 takes one to five of them."""
     waits: list[float] = []
+    statuses: list[int] = []
     stop = threading.Event()
 
     def poll() -> None:
         while not stop.is_set():
             begin = time.monotonic()
-            assert shared.get("/health/live")[0] == 200
+            statuses.append(shared.get("/health/live")[0])
             waits.append(time.monotonic() - begin)
             time.sleep(0.005)
 
+    def longest() -> float:
+        """Of 99 % of the time that was polled, the longest that an answer took."""
+        left = sum(waits) * 0.01
+        for wait in sorted(waits, reverse=True):
+            left -= wait
+            if left < 0:
+                return wait
+        return 0.0
+
+    answered: dict[str, int] = {}
+    bodies = dearest_bodies()
     polling = threading.Thread(target=poll)
     polling.start()
     try:
-        for body in bodies:
+        for name, (path, body, _) in bodies.items():
             connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=60)
-            connection.request("POST", "/v1/completions", body, AUTH)
-            assert connection.getresponse().status == 400
-            connection.close()
+            with contextlib.closing(connection):
+                connection.request("POST", path, body, AUTH)
+                answered[name] = connection.getresponse().status
     finally:
         stop.set()
         polling.join()
-    assert sorted(waits)[len(waits) * 95 // 100] < 0.3, "seconds; 0.1 on a machine that does nothing else"
+    assert answered == {name: status for name, (_, _, status) in bodies.items()}
+    assert set(statuses) == {200}
+    assert longest() < 1.0, "seconds; 0.1 on a machine that does nothing else"
 
 
 def test_requests_of_a_thousand_clients(shared):
@@ -328,9 +284,10 @@ def test_b037_what_does_not_finish_in_time_is_told_so():
         begin = time.monotonic()
         one.signal(signal.SIGTERM)
         rest = response.read()
-        assert b'"code":"engine_failed"' in rest
+        assert b'"message":"the server is being stopped"' in rest
         assert rest.endswith(b"data: [DONE]\n\n")
         assert one.wait_exit() == 0
+        assert not [line for line in one.log if " ERROR " in line]
         assert 0.4 < time.monotonic() - begin < 8
 
 
@@ -343,7 +300,7 @@ def test_b036_a_second_signal_does_not_wait(number, status):
         one.signal(number)
         assert wait_until(lambda: one.get("/health/ready")[0] == 503, 2)
         one.signal(number)
-        assert b'"code":"engine_failed"' in response.read()
+        assert b'"message":"the server is being stopped"' in response.read()
         assert one.wait_exit(8) == status
         assert not is_running(pid)
 
@@ -432,5 +389,7 @@ def test_a_port_that_is_taken():
             timeout=60,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert f"127.0.0.1:{one.port}: Address already in use" in done.stderr
+        *log, said = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert f"127.0.0.1:{one.port}: Address already in use" in said
+        assert all(" INFO " in line for line in log)

@@ -78,7 +78,7 @@ def test_s023_with_a_key_of_each_class():
         for path, key in itertools.product(ROUTES, (USER, OTHER, ADMIN)):
             method = method_of(path)
             body = {} if method == "POST" else None
-            answer = await client.call(method, path, body, bearer(key))
+            answer = await client.call(method, path.replace("{id:path}", "demo"), body, bearer(key))
             is_allowed = ROUTES[path] is not Access.ADMIN or key == ADMIN
             assert (answer.status == 403) is not is_allowed, answer.body
             assert answer.status not in (401, 404, 405, 500)
@@ -192,7 +192,10 @@ def test_s024_hosts_that_were_listed():
     serving(anywhere, server={"host": "0.0.0.0", "api_keys": [USER]})
 
 
-ORIGINS = ("http://evil.example", "null", "", "http://localhost:9000", "file://", "x")
+ORIGINS = (
+    *("http://evil.example", "null", "", "http://localhost:9000", "file://", "x", "ftp://localhost:8000"),
+    *("http://[::1", "http://[not an address]", "http://localhost:8000/", "http://a@localhost:8000"),
+)
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
@@ -208,6 +211,22 @@ def test_s024_pages_of_other_origins_change_nothing(method):
         assert len(client.engine.fake.received) == 1, "the engine was asked"
 
     serving(scenario)
+
+
+def test_a_fault_of_the_gate_is_an_error_like_any_other(monkeypatch, caplog):
+    async def scenario(client: Client) -> None:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("xylophone")
+
+        monkeypatch.setattr(security.Policy, "check", fail)
+        answer = await client.get("/health")
+        assert (answer.status, answer.error["type"]) == (500, "server_error")
+        assert "x-request-id" in answer.headers
+
+    with caplog.at_level(logging.INFO):
+        serving(scenario)
+    assert "ZeroDivisionError in fail" in caplog.text
+    assert "xylophone" not in caplog.text
 
 
 def test_s024_no_cors_by_default():
@@ -243,6 +262,36 @@ def test_s024_cors_for_the_origins_that_were_listed():
         assert other.status == 403
 
     serving(scenario, server={"cors_origins": ["https://app.example"], "api_keys": [USER]})
+
+
+def test_a_preflight_allows_the_headers_that_are_asked_for():
+    """openai-node's are many, and new ones come with its versions."""
+    stainless = [f"x-stainless-{name}" for name in ("arch", "lang", "os", "retry-count", "timeout")]
+    site = [("origin", "https://app.example"), ("access-control-request-method", "POST")]
+
+    async def scenario(client: Client) -> None:
+        async def allowed(asked: str) -> list[str]:
+            headers = [*site, ("access-control-request-headers", asked)]
+            answer = await client.call("OPTIONS", "/v1/completions", None, headers)
+            assert answer.status == 204
+            assert "access-control-allow-credentials" not in answer.headers
+            return answer.headers["access-control-allow-headers"].split(", ")
+
+        named = ["authorization", "content-type", *stainless]
+        assert await allowed(",".join(named)) == named
+        assert await allowed("Authorization, X-Stainless-OS") == ["authorization", "x-stainless-os"]
+        assert await allowed("x-a, b c, é, x:y, x-d\x00, (, , x-z") == ["x-a", "x-z"]
+        assert await allowed("*") == ["*"]
+        for many in (",".join(f"x-{i}" for i in range(10_000)), "x" * 30_000):
+            told = await allowed(many)
+            assert len(told) <= 64
+            assert all(len(name) <= 64 for name in told)
+        elsewhere = [("origin", "https://evil.example"), *site[1:], ("access-control-request-headers", "x-a")]
+        refused = await client.call("OPTIONS", "/v1/completions", None, elsewhere)
+        assert refused.status == 403
+        assert "access-control-allow-headers" not in refused.headers
+
+    serving(scenario, server={"cors_origins": ["https://app.example"]})
 
 
 def test_websockets_are_refused():

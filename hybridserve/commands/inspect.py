@@ -1,0 +1,119 @@
+"""`hybridserve inspect`: this machine, a model, a checkpoint or an adapter."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridserve import __version__
+from hybridserve.cli_options import engine_config, engine_options, has_engine_options
+from hybridserve.commands.table import table
+from hybridserve.interrupt import interrupt_exits_at_once
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER = "adapter"
+"""What the one that is looked at is called."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """ValueError and OSError for a user's mistake."""
+    if args.models:
+        if args.target or args.on or has_engine_options(args):
+            raise ValueError("--models: lists what any model may be; leave out MODEL_OR_YAML and settings")
+        from hybridserve.models.registry import ARCHITECTURES
+
+        print("\n".join(sorted(ARCHITECTURES)))
+        return
+    if args.target is None and has_engine_options(args):
+        raise ValueError("MODEL_OR_YAML: is needed to see what a setting would do")
+    if args.target and _is_adapter(args.target):
+        _inspect_adapter(args)
+        return
+    if args.on is not None:
+        raise ValueError(f"--on: {args.target} is no adapter's directory")
+    config = None if args.target is None else engine_config(args)
+    with interrupt_exits_at_once():
+        from hybridserve.engine.alternatives import plan_or_suggest
+        from hybridserve.engine.arena_plan import DoesNotFitError
+        from hybridserve.engine.checkpoint_report import checkpoint_rows
+        from hybridserve.models.config import load_hf_config
+        from hybridserve.models.hub import resolve_model
+        from hybridserve.models.weights import has_weights
+
+        rows = list(_machine())
+    if config is None:
+        rows += _backends()
+        print(table(rows))
+        return
+    path = resolve_model(config.model)
+    print(table(rows))
+    is_checkpoint = has_weights(path)
+    print(table(checkpoint_rows(config, path) if is_checkpoint else [("checkpoint", "config.json alone")]))
+    try:
+        print(plan_or_suggest(config, load_hf_config(path)).table(every_reason=True))
+    except DoesNotFitError as error:
+        if not is_checkpoint:
+            raise
+        print(f"does not fit  {error}")  # the checkpoint is what was asked for, and it is whole
+
+
+def _is_adapter(target: str) -> bool:
+    try:
+        return any((Path(target) / name).is_file() for name in ADAPTER_FILES)
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _inspect_adapter(args: argparse.Namespace) -> None:
+    """An adapter's layout; with --on, what of it that model would apply."""
+    path, model, options = Path(args.target), args.on, engine_options(args)
+    if model is None and has_engine_options(args):
+        raise ValueError("--on: is needed to see what a setting would do with an adapter")
+    with interrupt_exits_at_once():
+        from hybridserve.lora import describe
+    print(table(list(describe.layout(path))))
+    if model is None:
+        return
+    with interrupt_exits_at_once():
+        from hybridserve.llm import LLM
+
+    del options["model"]
+    with LLM(model, **{**options, "lora.adapters": {ADAPTER: str(path)}}) as llm:
+        (info,) = llm.list_adapters()
+    rows = [("identity", info.identity), ("device", f"{info.device_bytes:,} bytes, rank {info.rank}")]
+    print(table([*rows, *describe.report(info.report)]))
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from hybridserve.engine.planner import available_memory
+
+    yield "hybridserve", __version__
+    yield "python", sys.version.split()[0]
+    for package in ("torch", "transformers", "safetensors", "tokenizers", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            yield package, version(package)
+    yield "device", "cpu"
+    yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    yield "memory", f"{available_memory() / 2**30:.1f} GiB available"
+
+
+def _backends() -> Iterator[tuple[str, str]]:
+    from hybridserve.engine.planner import OPERATORS
+    from hybridserve.kernels import native
+    from hybridserve.kernels.registry import Capabilities, select
+
+    native.prepare(native.sources(OPERATORS))
+    for operator in OPERATORS:
+        choice = select(operator, "auto", Capabilities(device="cpu", dtype="float32"))
+        reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
+        yield operator, f"{choice.name} ({reasons})" if reasons else choice.name

@@ -1,0 +1,450 @@
+"""What is kept of sequences for others that begin alike: when it may be used, and what steps add to it. Knows
+requests, blocks and slots; does not know budgets, queues or what makes room.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridserve.core.eviction import priority
+from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
+from hybridserve.core.prefix_waits import PrefixWaits
+from hybridserve.core.slabs import IntegrityError
+from hybridserve.core.step import UnitCopy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from hybridserve.core.block_pool import BlockPool
+    from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.request import Request
+    from hybridserve.core.slot_pool import SlotPool
+
+OWNER = "#prefix cache"
+"""Of slots that hold checkpoints; no request's id has a '#' at its beginning."""
+
+MAX_CHECKPOINTS = 8
+"""On one path."""
+
+
+@dataclass(slots=True)
+class PrefixCounters:
+    num_hits: int = 0
+    hit_tokens: dict[str, int] = field(
+        default_factory=lambda: {**dict.fromkeys([str(cause) for cause in Cause], 0), "blocks": 0}
+    )
+    """Prompt tokens that were not computed, by why the checkpoint was where they end; "blocks": there was no
+    need of one."""
+    num_queried_tokens: int = 0
+    """Prompt tokens of all that were admitted."""
+    num_resumed_tokens: int = 0
+    """Tokens that sequences did not compute again after a preemption."""
+    num_unreached_tokens: int = 0
+    """Prompt tokens that were computed though K and V were there: no checkpoint."""
+    num_checkpoints: int = 0
+    num_skipped_checkpoints: int = 0
+    """For want of memory."""
+    num_evicted_blocks: int = 0
+    num_evicted_checkpoints: int = 0
+    num_waits: int = 0
+    num_waits_given_up: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """What a step in flight adds to the tree."""
+
+    trail: Trail
+    start: int
+    end: int
+    first_block: int
+    blocks: tuple[int, ...]
+    cause: Cause | None
+    checkpoint: Checkpoint | None = None
+
+
+class PrefixCache:
+    """Holds references to blocks and owns slots, as sequences do; `evict` gives them back.
+
+    A request is `open`ed when it comes and `close`d when it ends. `match` says what it can begin with, `wait`
+    whether it should rather wait; `begin` when it starts, `computed` whenever a step computes some of it,
+    `stop` when it loses its memory. `save` ends the planning of a step, `step_finished` publishes what the
+    step did. Not `enabled`: nothing is ever found or kept.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        blocks: BlockPool,
+        slots: SlotPool,
+        *,
+        enabled: bool,
+        checkpoint_interval: int,
+        counters: PrefixCounters | None = None,
+    ) -> None:
+        self.index = PrefixIndex(layout)
+        self.counters = counters or PrefixCounters()
+        self._enabled = enabled
+        self._interval = checkpoint_interval
+        self._layout = layout
+        self._size = layout.block_size
+        self._has_blocks, self._has_slots = layout.blocks_per_slab > 0, layout.slots_per_slab > 0
+        self._blocks = blocks
+        self._slots = slots
+        self._trails: dict[str, Trail] = {}
+        self._planned: list[_Pending] = []
+        self._pending: dict[int, list[_Pending]] = {}
+        self._reading: dict[int, list[tuple[Checkpoint, Node]]] = {}
+        self._waits = PrefixWaits(self._size, has_slots=self._has_slots)
+
+    # ---- requests come and go
+
+    def open(self, request: Request) -> None:
+        if self._enabled:
+            trail = Trail(request, self.index.root(request.cache_salt))
+            self._trails[request.id] = trail
+            self._extend(trail, trail.limit(self._size))
+            self._waits.find(trail, 0)  # whoever computes it shall leave a state where they part
+
+    def close(self, request: Request) -> None:
+        trail = self._trails.pop(request.id, None)
+        if trail is None:
+            return
+        self._waits.stop(trail)
+        self._waits.leave(trail)
+        trail.is_open = False
+        self._leave_when_done(trail)
+
+    def _leave_when_done(self, trail: Trail) -> None:
+        if not trail.is_open and not trail.num_pending:
+            self.index.leave([trail.root, *trail.nodes])
+
+    def _extend(self, trail: Trail, num_blocks: int) -> None:
+        for place in range(len(trail.nodes), num_blocks):
+            parent = trail.nodes[-1] if place else trail.root
+            key = block_key(trail.request, place, self._size)
+            trail.nodes.append(self.index.child(parent, key, (place + 1) * self._size))
+
+    # ---- admission
+
+    def match(self, request: Request) -> Match:
+        """The longest prefix of a waiting request, short of its last token, with K and V and a state that are
+        there."""
+        trail = self._trails.get(request.id)
+        if trail is None or request.params.prompt_logprobs is not None:
+            return Match()
+        limit = trail.limit(self._size)
+        void = next((place for place, node in enumerate(trail.nodes) if node.is_void), None)
+        if void is not None:  # from there on it needs nodes that others will find
+            self.index.leave(trail.nodes[void:])
+            del trail.nodes[void:]
+        self._extend(trail, limit)
+        nodes = trail.nodes[:limit]
+        blocks: list[int] = []
+        if self._has_blocks:
+            for node in nodes:
+                if not node.block:
+                    break
+                blocks.append(node.block)
+            del nodes[len(blocks) :]
+        while self._has_slots and nodes and nodes[-1].checkpoint is None:
+            nodes.pop()
+        if not nodes:
+            return Match(0, tuple(blocks))
+        return Match(nodes[-1].num_tokens, tuple(blocks), nodes[-1])
+
+    def wait(self, request: Request, match: Match, step_id: int) -> bool:
+        """Whether a running request is about to compute what this one needs next: then it is out of the queue
+        until `take_woken` returns it."""
+        trail = self._trails.get(request.id)
+        if trail is None or not trail.may_wait or request.params.prompt_logprobs is not None:
+            return False
+        node = self._waits.find(trail, match.num_tokens)
+        if node is None:
+            return False
+        self._waits.wait(trail, node, step_id)
+        self.counters.num_waits += 1
+        return True
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request is out of the queue."""
+        trail = self._trails.get(request.id)
+        return trail is not None and self._waits.holds(trail)
+
+    def take_woken(self, step_id: int) -> list[Request]:
+        """Those that go on: what they waited for is there, or is not going to be, or it took too long."""
+        woken = self._waits.take_woken(step_id)
+        self.counters.num_waits_given_up += self._waits.take_given_up()
+        return woken
+
+    def hold(self, match: Match) -> None:
+        """Keep what was matched while room is made for the rest."""
+        for block in match.blocks:
+            if self._blocks.num_references(block) == 1:
+                self.index.pin(block)
+        self._blocks.share(match.blocks)
+        if match.node is not None and match.node.checkpoint is not None:
+            self.index.hold(match.node.checkpoint, match.node)
+
+    def let_go(self, match: Match) -> None:
+        self.free(match.blocks)
+        if match.node is not None and match.node.checkpoint is not None:
+            self.index.let_go(match.node.checkpoint, match.node)
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reference, not of the cache's own, to each block."""
+        for block in self._blocks.free(blocks):
+            self.index.unpin(block)
+
+    def begin(self, request: Request, match: Match, step_id: int) -> tuple[UnitCopy, ...]:
+        """A request starts in step `step_id` with what `hold` has kept for it, and a slot of its own: the
+        copies that the step begins with."""
+        request.num_computed = match.num_tokens
+        request.write_from = len(match.blocks) * self._size
+        trail = self._trails.get(request.id)
+        if trail is None:
+            return ()
+        self.index.clock += 1
+        self._count(request, match)
+        first = match.num_tokens // self._size
+        trail.first_own = first
+        trail.num_noted = len(match.blocks) if self._has_blocks else first
+        trail.turn_from = request.num_tokens
+        if not request.num_preemptions:  # nobody waits behind one that was preempted
+            self._waits.announce(trail, trail.nodes[first : trail.limit(self._size)])
+        if self._has_slots:
+            cuts = plan_cuts(
+                trail, match, size=self._size, interval=self._interval, has_blocks=self._has_blocks
+            )
+            self._waits.set_cuts(trail, cuts)
+        if match.node is None:
+            return ()
+        self.index.touch(match.node)
+        checkpoint = match.node.checkpoint
+        if checkpoint is None or not self._has_slots:
+            return ()
+        self._check(checkpoint, match.num_tokens)
+        self._reading.setdefault(step_id, []).append((checkpoint, match.node))
+        return (UnitCopy(checkpoint.slot, request.state_slot),)
+
+    def _count(self, request: Request, match: Match) -> None:
+        counters = self.counters
+        if request.num_preemptions:
+            counters.num_resumed_tokens += match.num_tokens
+            return
+        request.num_cached = match.num_tokens
+        counters.num_queried_tokens += request.num_prompt
+        counters.num_unreached_tokens += max(0, request.write_from - match.num_tokens)
+        if match.node is not None:
+            checkpoint = match.node.checkpoint
+            counters.num_hits += 1
+            counters.hit_tokens[checkpoint.cause if checkpoint else "blocks"] += match.num_tokens
+
+    def _check(self, checkpoint: Checkpoint, num_tokens: int) -> None:
+        """That a copy of it would be the state after these tokens (D13)."""
+        if checkpoint.num_tokens != num_tokens or checkpoint.generation != self._slots.generation(
+            checkpoint.slot
+        ):
+            raise IntegrityError(f"the checkpoint in slot {checkpoint.slot} is not what it was")
+
+    # ---- steps
+
+    def computed(self, request: Request, start: int) -> None:
+        """The step that is being planned computes tokens from `start` to `num_computed`, at whose end another
+        block is full."""
+        trail = self._trails.get(request.id)
+        if trail is None:
+            return
+        end = request.num_computed
+        num_full, first = end // self._size, trail.num_noted
+        blocks = request.block_ids[first:num_full]
+        self._blocks.share(blocks)
+        trail.num_noted = max(first, num_full)
+        trail.num_pending += 1
+        cause = self._waits.take_cut(trail, end)
+        if cause is None and self._has_slots and end >= trail.turn_from and not end % self._size:
+            cause = Cause.TURN
+        self._planned.append(_Pending(trail, start, end, first, blocks, cause))
+
+    def save(self, step_id: int, room: Callable[[], bool] | None) -> tuple[UnitCopy, ...]:
+        """Step `step_id` is planned: the copies that it ends with. `room`: whether one more slot may be taken
+        out of a free slab; None: no slot may be taken at all."""
+        planned, self._planned = self._planned, []
+        if not planned:
+            return ()
+        self._pending[step_id] = planned
+        saves = []
+        for pending in planned:
+            if pending.cause is None:
+                continue
+            slot = self._slot_for(pending, room) if room else 0
+            if not slot:
+                self.counters.num_skipped_checkpoints += 1
+                continue
+            generation = self._slots.generation(slot)
+            pending.checkpoint = Checkpoint(
+                pending.end, slot, generation, step_id, pending.cause, self.index.clock
+            )
+            saves.append(UnitCopy(pending.trail.request.state_slot, slot))
+        return tuple(saves)
+
+    def _slot_for(self, pending: _Pending, room: Callable[[], bool]) -> int:
+        """0 where there is none, or only for something that is worth more."""
+        if not self._slots.num_open and not room():
+            if (turn := pending.trail.turn) is not None and self._is_superseded(turn):
+                self._drop(turn)
+            elif (first := self.index.first_checkpoint) is not None:
+                if self.index.checkpoint_priority(first) >= self._priority(pending):
+                    return 0
+                self._drop(first)
+            if not self._slots.num_open:
+                return 0
+        return self._slots.allocate(OWNER) or 0
+
+    def _priority(self, pending: _Pending) -> tuple[bool, float]:
+        """Of a checkpoint that is to be taken."""
+        nodes = pending.trail.nodes[: pending.end // self._size - 1]
+        above = next((node.num_tokens for node in reversed(nodes) if node.checkpoint is not None), 0)
+        return priority(pending.end - above, self._layout.slot_stride, self.index.clock)
+
+    def _is_superseded(self, node: Node) -> bool:
+        """Whether a sequence's former end is of no more use to anybody else than the new one."""
+        checkpoint = node.checkpoint
+        return (
+            checkpoint is not None
+            and checkpoint.cause is Cause.TURN
+            and not checkpoint.num_hits
+            and not checkpoint.num_readers
+        )
+
+    def step_finished(self, step_id: int) -> None:
+        for checkpoint, node in self._reading.pop(step_id, ()):
+            self.index.let_go(checkpoint, node)
+        for pending in self._pending.pop(step_id, ()):
+            self._publish(pending)
+
+    def _publish(self, pending: _Pending) -> None:
+        trail, first = pending.trail, pending.first_block
+        # the last token drawn of a sequence that has been aborted is never known
+        num_known = min(pending.end, trail.request.num_known) // self._size if trail.is_trusted else 0
+        self._extend(trail, num_known)
+        for place, block in enumerate(pending.blocks, start=first):
+            parent = trail.nodes[place - 1] if 0 < place <= len(trail.nodes) else trail.root
+            if place < num_known and not trail.nodes[place].block and (parent.block or not place):
+                held = self._blocks.num_references(block) > 1
+                self.index.fill(trail.nodes[place], block, is_held=held)
+            else:  # somebody else was first
+                self._blocks.free([block])
+        if pending.checkpoint is not None:
+            self._publish_checkpoint(trail, pending.checkpoint, num_known)
+        self._waits.computed(trail, trail.nodes[pending.start // self._size : pending.end // self._size])
+        trail.num_pending -= 1
+        self._leave_when_done(trail)
+
+    def _publish_checkpoint(self, trail: Trail, checkpoint: Checkpoint, num_known: int) -> None:
+        place = checkpoint.num_tokens // self._size - 1
+        node = trail.nodes[place] if place < num_known else None
+        if node is None or node.checkpoint is not None or (self._has_blocks and not node.block):
+            self._slots.free(checkpoint.slot, OWNER)
+            return
+        self._check(checkpoint, node.num_tokens)
+        self.index.hang(node, checkpoint)
+        self.counters.num_checkpoints += 1
+        if checkpoint.cause is Cause.TURN:
+            if trail.turn is not None and self._is_superseded(trail.turn):
+                self._drop(trail.turn)
+            trail.turn = node
+        while len(path := self.index.checkpoints_around(node)) > MAX_CHECKPOINTS:
+            idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
+            # the newest saves few tokens, but the next turn begins there
+            older = [one for one in idle if one is not node]
+            self._drop(min(older or idle, key=self.index.checkpoint_priority))
+
+    def stop(self, request: Request) -> None:
+        """It loses its memory: it computes nothing any more that others could wait for."""
+        if (trail := self._trails.get(request.id)) is not None:
+            self._waits.stop(trail)
+
+    def distrust(self, request: Request) -> None:
+        """What it has computed is not to be used by anybody who comes."""
+        trail = self._trails.get(request.id)
+        if trail is None:
+            return
+        trail.is_trusted = False
+        for node in trail.nodes[trail.first_own :]:
+            if node.block or node.checkpoint is not None:
+                self.index.void(node)
+                return
+
+    def forked(self, child: Request) -> None:
+        """A request begins with what its parent has computed."""
+        if (trail := self._trails.get(child.id)) is not None:
+            trail.num_noted = child.num_computed // self._size
+            trail.turn_from = child.num_computed
+
+    # ---- memory
+
+    def evict_block(self) -> bool:
+        """Give back a block that nobody holds; False where there is none."""
+        evicted = self.index.evict_block()
+        if evicted is None:
+            return False
+        block, checkpoint = evicted
+        self._blocks.free([block])
+        self.counters.num_evicted_blocks += 1
+        if checkpoint is not None:
+            self._free_checkpoint(checkpoint)
+        return True
+
+    def evict_checkpoint(self) -> bool:
+        checkpoint = self.index.evict_checkpoint()
+        if checkpoint is None:
+            return False
+        self._free_checkpoint(checkpoint)
+        return True
+
+    def clear(self) -> None:
+        """Keep nothing but what sequences hold or steps in flight use."""
+        while self.evict_block() or self.evict_checkpoint():
+            pass
+
+    def _drop(self, node: Node) -> None:
+        self._free_checkpoint(self.index.take_down(node))
+
+    def _free_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._slots.free(checkpoint.slot, OWNER)
+        self.counters.num_evicted_checkpoints += 1
+
+    def _all_pending(self) -> Iterator[_Pending]:
+        yield from self._planned
+        for group in self._pending.values():
+            yield from group
+
+    @property
+    def num_checkpoints(self) -> int:
+        """With those that are being written."""
+        return self.index.num_checkpoints + sum(one.checkpoint is not None for one in self._all_pending())
+
+    @property
+    def slots(self) -> list[int]:
+        """Of all checkpoints, those that are being written too."""
+        pending = [one.checkpoint for one in self._all_pending() if one.checkpoint is not None]
+        return [checkpoint.slot for checkpoint in (*self.index.checkpoints, *pending)]
+
+    @property
+    def block_references(self) -> list[int]:
+        """Each block as often as the cache holds it."""
+        return [*self.index.blocks, *(block for one in self._all_pending() for block in one.blocks)]
+
+    def check_integrity(self) -> None:
+        self.index.check_integrity()
+        for checkpoint in self.index.checkpoints:
+            self._check(checkpoint, checkpoint.num_tokens)
+        if self.index.max_checkpoints_on_a_path() > MAX_CHECKPOINTS:
+            raise IntegrityError(f"more than {MAX_CHECKPOINTS} checkpoints on a path")
+        for block in self.index.blocks:
+            if self.index.is_pinned(block) != (self._blocks.num_references(block) > 1):
+                raise IntegrityError(f"block {block} counts as evictable, or not, against the facts")
+        self._waits.check_integrity(self._trails.values())

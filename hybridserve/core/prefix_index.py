@@ -1,0 +1,379 @@
+"""A radix tree over blocks of tokens: what has been computed of which prefix, and what of it may go. Knows
+ids and counts of blocks and slots; does not own them, and does not know requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridserve.core.eviction import priority
+from hybridserve.core.lazy_heap import LazyHeap
+from hybridserve.core.slabs import IntegrityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.eviction import Priority
+
+
+class Cause(enum.StrEnum):
+    """Why a checkpoint was taken where it is."""
+
+    PROMPT = "prompt"  # the last block boundary before the last token of a prompt
+    PARTING = "parting"  # where two requests part ways
+    INTERVAL = "interval"  # every so many tokens of a long prompt
+    TURN = "turn"  # the newest block boundary of a sequence that generates
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """A copy of a sequence's state. Only what a step that has finished wrote hangs in the tree (D13)."""
+
+    num_tokens: int
+    """Tokens that it covers."""
+    slot: int
+    generation: int
+    """Of the slot, when it was written."""
+    step_id: int
+    """That wrote it."""
+    cause: Cause
+    last_used: int
+    num_hits: int = 0
+    num_readers: int = 0
+    """Steps in flight that copy from it."""
+
+
+class Node:
+    """One full block of tokens after all those above it."""
+
+    __slots__ = (
+        "block",
+        "checkpoint",
+        "children",
+        "is_void",
+        "key",
+        "last_used",
+        "num_filled",
+        "num_tokens",
+        "num_users",
+        "parent",
+        "pins",
+    )
+
+    def __init__(self, parent: Node | None, key: bytes, num_tokens: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.num_tokens = num_tokens  # up to its end
+        self.children: dict[bytes, Node] = {}
+        self.num_users = 0  # live requests whose tokens these are
+        self.block = 0
+        self.num_filled = 0  # children that have a block
+        self.pins = 0  # 1 if somebody else holds the block, and 1 for each child that has pins
+        self.last_used = 0
+        self.checkpoint: Checkpoint | None = None
+        self.is_void = False  # what hangs here is not to be used
+
+    @property
+    def is_bare(self) -> bool:
+        return not (self.children or self.num_users or self.block or self.checkpoint)
+
+
+class PrefixIndex:
+    """What hangs in it belongs to the one who hung it there, and who gets it back from `evict_*`.
+
+    Blocks are there for a path's whole beginning or not at all. A block is evictable while nobody else holds
+    it or one below it; `pin` and `unpin` say so. A checkpoint is, while no step in flight reads it. Finding
+    the next to go costs O(log n) in what is evictable, however much is not.
+    """
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        self._bytes_per_token = layout.block_stride // layout.block_size
+        self._top = Node(None, b"", 0)
+        self._by_block: dict[int, Node] = {}
+        self._leaves = LazyHeap[Node](self._leaf_priority)
+        self._idle = LazyHeap[Node](self.checkpoint_priority)
+        self._checkpointed: dict[Node, None] = {}
+        self._num_void = 0
+        self.num_evictable_blocks = 0
+        self.clock = 0
+        """Admissions so far."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._by_block)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpointed)
+
+    @property
+    def num_evictable_slots(self) -> int:
+        return len(self._idle)
+
+    @property
+    def blocks(self) -> Iterator[int]:
+        return iter(self._by_block)
+
+    @property
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        return (node.checkpoint for node in self._checkpointed if node.checkpoint is not None)
+
+    # ---- paths
+
+    def root(self, salt: str | None) -> Node:
+        """Where the paths of requests with this salt begin; one more user of it."""
+        return self.child(self._top, b"" if salt is None else b"\x01" + salt.encode(), 0)
+
+    def child(self, parent: Node, key: bytes, num_tokens: int) -> Node:
+        """The node of the block `key` after `parent`; one more user of it."""
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(parent, key, num_tokens)
+        node.num_users += 1
+        return node
+
+    def leave(self, nodes: Sequence[Node]) -> None:
+        """One user fewer of each node of a path."""
+        for node in nodes:
+            node.num_users -= 1
+        self._prune(nodes[-1])
+
+    def _prune(self, node: Node) -> None:
+        while node.parent is not None and node.is_bare:
+            del node.parent.children[node.key]
+            node = node.parent
+
+    def void(self, node: Node) -> None:
+        """Nobody is to find a node any more, nor what follows it; it goes like everything else."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        self._num_void += 1
+        node.is_void, node.key = True, b"void %d" % self._num_void
+        node.parent.children[node.key] = node
+
+    # ---- blocks
+
+    def fill(self, node: Node, block: int, *, is_held: bool) -> None:
+        """Hang up a block; `is_held`: somebody else holds it as well."""
+        assert node.parent is not None
+        node.block, node.last_used = block, self.clock
+        self._by_block[block] = node
+        self.num_evictable_blocks += 1
+        node.parent.num_filled += 1
+        if node.parent.num_filled == 1 and node.parent.block and not node.parent.pins:
+            self._leaves.remove(node.parent)
+        self._file_leaf(node)
+        if is_held:
+            self._pin(node)
+
+    def pin(self, block: int) -> None:
+        """Somebody else holds a block now, perhaps one of those here."""
+        if (node := self._by_block.get(block)) is not None:
+            self._pin(node)
+
+    def unpin(self, block: int) -> None:
+        """Nobody else holds it any more."""
+        if (node := self._by_block.get(block)) is not None:
+            self._unpin(node)
+
+    def _pin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins += 1
+            if node.pins > 1:
+                return
+            if node.block:
+                self.num_evictable_blocks -= 1
+                if not node.num_filled:
+                    self._leaves.remove(node)
+            node = node.parent
+
+    def _unpin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins -= 1
+            if node.pins:
+                return
+            if node.block:
+                self.num_evictable_blocks += 1
+                self._file_leaf(node)
+            node = node.parent
+
+    def _file_leaf(self, node: Node) -> None:
+        if node.block and not node.pins and not node.num_filled:
+            self._leaves.put(node)
+
+    # ---- checkpoints
+
+    def hang(self, node: Node, checkpoint: Checkpoint) -> None:
+        node.checkpoint = checkpoint
+        self._checkpointed[node] = None
+        self._file_checkpoint(node)
+        self._file_leaf(node)
+
+    def take_down(self, node: Node) -> Checkpoint:
+        """Of a checkpoint that nobody reads."""
+        checkpoint = self._take_from(node)
+        self._file_leaf(node)
+        self._prune(node)
+        return checkpoint
+
+    def hold(self, checkpoint: Checkpoint, node: Node) -> None:
+        """A step is going to read it."""
+        checkpoint.num_readers += 1
+        if checkpoint.num_readers == 1:
+            self._idle.remove(node)
+
+    def let_go(self, checkpoint: Checkpoint, node: Node) -> None:
+        checkpoint.num_readers -= 1
+        if not checkpoint.num_readers:
+            self._file_checkpoint(node)
+
+    def touch(self, node: Node) -> None:
+        """It was hit: it, and nothing above it, is as new."""
+        node.last_used = self.clock
+        if node.checkpoint is not None:
+            node.checkpoint.last_used = self.clock
+            node.checkpoint.num_hits += 1
+
+    def above(self, node: Node) -> Node | None:
+        """The nearest checkpoint above a node."""
+        one = node.parent
+        while one is not None and one.checkpoint is None:
+            one = one.parent
+        return one
+
+    def checkpoints_around(self, node: Node) -> list[Node]:
+        """Nodes with a checkpoint on the path through `node` that has most of them."""
+        found: list[Node] = []
+        one: Node | None = node
+        while one is not None:
+            if one.checkpoint is not None:
+                found.append(one)
+            one = one.parent
+        most: list[Node] = []
+        todo: list[tuple[Node, list[Node]]] = [(child, []) for child in node.children.values()]
+        while todo:
+            below, path = todo.pop()
+            if below.checkpoint is not None:
+                path = [*path, below]
+                most = max(most, path, key=len)
+            todo += [(child, path) for child in below.children.values()]
+        return found + most
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether somebody else holds one of the blocks here."""
+        node = self._by_block[block]
+        return node.pins > sum(child.pins > 0 for child in node.children.values())
+
+    def _file_checkpoint(self, node: Node) -> None:
+        checkpoint = node.checkpoint
+        if checkpoint is not None and not checkpoint.num_readers:
+            self._idle.put(node)
+
+    # ---- eviction
+
+    def checkpoint_priority(self, node: Node) -> Priority:
+        """Tokens since the checkpoint above; with the last of a path go the blocks since then."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        above = self.above(node)
+        num_tokens = node.num_tokens - (above.num_tokens if above else 0)
+        num_bytes = self._layout.slot_stride + (0 if node.num_filled else num_tokens * self._bytes_per_token)
+        return priority(num_tokens, num_bytes, checkpoint.last_used)
+
+    def _leaf_priority(self, node: Node) -> Priority:
+        if node.checkpoint is not None:
+            return self.checkpoint_priority(node)
+        # where sequences have a state, tokens after the last checkpoint have to be computed anyway
+        num_tokens = 0 if self._layout.slots_per_slab else self._layout.block_size
+        return priority(num_tokens, self._layout.block_stride, node.last_used)
+
+    @property
+    def first_checkpoint(self) -> Node | None:
+        """The next to go."""
+        return self._idle.first()
+
+    @property
+    def has_useless_block(self) -> bool:
+        """Whether the next block to go is one after the last checkpoint of its path."""
+        node = self._leaves.first()
+        return node is not None and node.checkpoint is None and self._layout.slots_per_slab > 0
+
+    def evict_block(self) -> tuple[int, Checkpoint | None] | None:
+        """The last block of some path, with the checkpoint there; None where there is none to be had."""
+        node = self._leaves.first()
+        if node is None:
+            return None
+        assert node.parent is not None
+        checkpoint = self._take_from(node) if node.checkpoint is not None else None
+        self._leaves.remove(node)
+        block, node.block = node.block, 0
+        del self._by_block[block]
+        self.num_evictable_blocks -= 1
+        parent = node.parent
+        parent.num_filled -= 1
+        parent.last_used = max(parent.last_used, node.last_used)
+        self._file_leaf(parent)
+        self._prune(node)
+        return block, checkpoint
+
+    def _take_from(self, node: Node) -> Checkpoint:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        assert not checkpoint.num_readers
+        node.checkpoint = None
+        del self._checkpointed[node]
+        self._idle.remove(node)
+        return checkpoint
+
+    def evict_checkpoint(self) -> Checkpoint | None:
+        node = self._idle.first()
+        return None if node is None else self.take_down(node)
+
+    # ---- checks
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless all counts are what the tree says. Costs O(nodes)."""
+        blocks: dict[int, Node] = {}
+        checkpointed: set[Node] = set()
+        leaves = num_evictable = 0
+        todo = [self._top]
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            pinned = sum(child.pins > 0 for child in node.children.values())
+            if node.num_filled != sum(child.block > 0 for child in node.children.values()):
+                raise IntegrityError("a node has miscounted its children")
+            if node.parent is None:
+                continue
+            if node.is_bare or node.parent.children.get(node.key) is not node:
+                raise IntegrityError("a node is left that nobody needs")
+            if node.num_users < sum(child.num_users for child in node.children.values()):
+                raise IntegrityError("a node has fewer users than the nodes below it")
+            if not pinned <= node.pins <= pinned + 1:
+                raise IntegrityError("a node is pinned more or less often than it should be")
+            if node.block:
+                blocks[node.block] = node
+                num_evictable += not node.pins
+                leaves += not node.pins and not node.num_filled
+                if node.parent.num_tokens and not node.parent.block:
+                    raise IntegrityError("a block without the one before it")
+            if node.checkpoint is not None:
+                checkpointed.add(node)
+                if node.checkpoint.num_tokens != node.num_tokens:
+                    raise IntegrityError("a checkpoint hangs where it does not belong")
+                if self._layout.blocks_per_slab and not node.block:
+                    raise IntegrityError("a checkpoint without K and V")
+        if blocks != self._by_block or num_evictable != self.num_evictable_blocks:
+            raise IntegrityError("blocks of the tree were miscounted")
+        if leaves != len(self._leaves):
+            raise IntegrityError("what is to be evicted next was miscounted")
+        idle = sum(not checkpoint.num_readers for checkpoint in self.checkpoints)
+        if checkpointed != set(self._checkpointed) or idle != len(self._idle):
+            raise IntegrityError("checkpoints of the tree were miscounted")
+
+    def max_checkpoints_on_a_path(self) -> int:
+        return max((len(self.checkpoints_around(node)) for node in self._checkpointed), default=0)

@@ -1,0 +1,121 @@
+"""A request's way through the tree of prefixes, and where on it a checkpoint is worth taking. Knows requests
+and nodes; does not know memory or steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybridserve.core.prefix_index import Cause, Node
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hybridserve.core.request import Request
+
+MAX_PARTINGS = 2
+MAX_INTERVALS = 4
+"""Of the checkpoints that one prompt is cut for: where others leave it, and in between."""
+
+
+class Match(NamedTuple):
+    """What a request can begin with."""
+
+    num_tokens: int = 0
+    """That need not be computed."""
+    blocks: tuple[int, ...] = ()
+    """With K and V; they may reach further."""
+    node: Node | None = None
+    """Where the tokens end."""
+
+
+class Cut(NamedTuple):
+    """A chunk has to end after so many tokens."""
+
+    num_tokens: int
+    cause: Cause
+
+
+@dataclass(slots=True, eq=False)
+class Trail:
+    """A live request and the nodes of its tokens, as far as it has asked for them."""
+
+    request: Request
+    root: Node
+    nodes: list[Node] = field(default_factory=list)
+    first_own: int = 0
+    """Nodes before it were there when it began."""
+    is_trusted: bool = True
+    num_noted: int = 0
+    """Of its blocks, those that are in the tree or will be when their step has finished."""
+    cuts: list[Cut] = field(default_factory=list)
+    turn_from: int = 0
+    """From here on it generates."""
+    turn: Node | None = None
+    """Where it left its newest checkpoint since then."""
+    num_pending: int = 0
+    """Steps in flight that add to it."""
+    is_open: bool = True
+    held_at: Node | None = None
+    """What it waits for."""
+    may_wait: bool = True
+
+    def limit(self, size: int) -> int:
+        """Nodes that it could begin after: at least one known token is computed."""
+        return (self.request.num_known - 1) // size
+
+
+def block_key(request: Request, place: int, size: int) -> bytes:
+    """A block's token ids; in the block where an adapter begins to act, with what it does from where."""
+    start, end = place * size, (place + 1) * size
+    key = array("i", request.token_ids(start, end)).tobytes()
+    adapter_id, adapter_start = request.cache_key
+    if adapter_id is not None and start <= adapter_start < end:
+        key += f"{adapter_start}:{adapter_id}".encode()
+    return key
+
+
+def plan_cuts(trail: Trail, match: Match, *, size: int, interval: int, has_blocks: bool) -> list[Cut]:
+    """Where the chunks of what a request computes first shall end, for a checkpoint each: the last block
+    boundary before its last token, where others leave it, and every `interval` tokens (0: not)."""
+    nodes = trail.nodes[: trail.limit(size)]
+    start, last = match.num_tokens, len(nodes) * size
+    cuts: dict[int, Cause] = {}
+    if interval and last > start:
+        share = -(-(last - start) // ((MAX_INTERVALS + 1) * size)) * size
+        step = max(interval, share)
+        cuts |= dict.fromkeys(range(start // step * step + step, last, step), Cause.INTERVAL)
+    cuts[last] = Cause.PROMPT
+    known = len(match.blocks) if has_blocks else _num_known_to_others(nodes)
+    for end in (*_partings(nodes[start // size :]), known * size):
+        cuts[end] = Cause.PARTING
+    return [
+        Cut(end, cause)
+        for end, cause in sorted(cuts.items())
+        if start < end <= last and nodes[end // size - 1].checkpoint is None
+    ]
+
+
+def _partings(nodes: Sequence[Node]) -> list[int]:
+    """Where most of the live requests that share a path leave it."""
+    leaving = [
+        (node.num_users - following.num_users, node.num_tokens)
+        for node, following in itertools.pairwise(nodes)
+        if node.num_users > following.num_users
+    ]
+    return [num_tokens for _, num_tokens in sorted(leaving)[-MAX_PARTINGS:]]
+
+
+def _num_known_to_others(nodes: Sequence[Node]) -> int:
+    """How many nodes of a path are in the tree for more than one request's sake."""
+    count = len(nodes)
+    while count:
+        node = nodes[count - 1]
+        own = count < len(nodes) and nodes[count].key in node.children
+        if node.num_users > 1 or node.checkpoint is not None or len(node.children) > own:
+            break
+        count -= 1
+    return count
