@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hybridserve.engine.arena import Arena
     from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
     from hybridserve.kernels.lora.interface import LoraBatch
+    from hybridserve.kernels.pointwise.interface import PointwiseBackend
     from hybridserve.models.base import CausalLM
 
 PROMPT_LOGPROBS_ROWS = 128
@@ -45,11 +46,19 @@ class ModelRunner:
     """Holds the weights, the arena, and the tokens that the last step drew, which the next step may need
     before the scheduler has seen them."""
 
-    def __init__(self, model: CausalLM, arena: Arena, attention: AttentionBackend, ssm: SSMBackend) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        arena: Arena,
+        attention: AttentionBackend,
+        ssm: SSMBackend,
+        pointwise: PointwiseBackend,
+    ) -> None:
         self.model = model
         self.arena = arena
         self._attention = attention
         self._ssm = ssm
+        self._pointwise = pointwise
         self._device = arena.buffer.device
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)
 
@@ -71,7 +80,7 @@ class ModelRunner:
         if step.sampling is not None:
             logits = self._logits(hidden, step.sampling.rows, context.lora)
             if logits is not None:
-                self._drawn, output.logprobs = sampler.sample(logits, step.sampling)
+                self._drawn, output.logprobs = sampler.sample(logits, step.sampling, self._pointwise)
                 output.token_ids = self._drawn.tolist()
         output.forward_seconds = forwarded - start
         output.sample_seconds = time.perf_counter() - forwarded

@@ -1,4 +1,5 @@
-"""Draws tokens from logits, many rows at once. Knows tensors; does not know requests.
+"""Draws tokens from logits, many rows at once. Knows tensors; does not know requests. What of a distribution
+may be drawn is a backend's to find.
 
 No row's result depends on the other rows: what is kept is decided by values, never by positions in a sort
 that ties could reorder, and the draw walks the vocabulary in its own order.
@@ -18,10 +19,7 @@ from hybridserve.engine.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from hybridserve.engine.token_masks import AllowedInput
-
-NUCLEUS_PREFIX = 256
-"""How many most likely tokens are looked at first for top_p; a row whose nucleus is larger is sorted
-whole."""
+    from hybridserve.kernels.pointwise.interface import PointwiseBackend
 
 
 @dataclass(slots=True)
@@ -48,7 +46,9 @@ class LogprobsOutput:
         )
 
 
-def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
+def sample(
+    logits: torch.Tensor, sampling: SamplingInput, backend: PointwiseBackend
+) -> tuple[torch.Tensor, LogprobsOutput | None]:
     """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
     device = logits.device
     finite = torch.isfinite(logits).all(dim=-1)
@@ -63,9 +63,10 @@ def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor,
     if sampling.allowed is not None:
         _keep_allowed(logits, sampling.allowed)
     token_ids = logits.argmax(dim=-1)
-    drawn = torch.from_numpy((sampling.temperature > 0).nonzero()[0]).to(device)
-    if len(drawn):
-        token_ids[drawn] = _draw(logits[drawn], sampling, drawn)
+    index = (sampling.temperature > 0).nonzero()[0]
+    if len(index):
+        drawn = torch.from_numpy(index).to(device)
+        token_ids[drawn] = _draw(logits[drawn], sampling, index, backend)
     token_ids.masked_fill_(~finite, -1)
     if scored is None:
         return token_ids, None
@@ -114,10 +115,11 @@ def _keep_allowed(logits: torch.Tensor, allowed: AllowedInput) -> None:
         logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
 
 
-def _draw(logits: torch.Tensor, sampling: SamplingInput, drawn: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF draw from logits [D, V], the rows `drawn` of the step, at positive temperature."""
+def _draw(
+    logits: torch.Tensor, sampling: SamplingInput, index: np.ndarray, backend: PointwiseBackend
+) -> torch.Tensor:
+    """Inverse-CDF draw from logits [D, V], the rows `index` of the step, at positive temperature."""
     device = logits.device
-    index = drawn.cpu().numpy()
     # a temperature near 0 must stay finite; it is greedy then anyway
     temperature = torch.from_numpy(sampling.temperature[index]).to(device).clamp(min=1e-5)
     logits = logits / temperature[:, None]
@@ -126,45 +128,9 @@ def _draw(logits: torch.Tensor, sampling: SamplingInput, drawn: torch.Tensor) ->
         least = probs.amax(dim=-1) * torch.from_numpy(sampling.min_p[index]).to(device)
         probs.masked_fill_(probs < least[:, None], 0.0)
     if sampling.top_k is not None:
-        _keep_top_k(probs, torch.from_numpy(sampling.top_k[index]).to(device))
+        backend.keep_top_k(probs, torch.from_numpy(sampling.top_k[index]).to(device))
     if sampling.top_p is not None:
-        _keep_top_p(probs, torch.from_numpy(sampling.top_p[index]).to(device))
+        backend.keep_top_p(probs, torch.from_numpy(sampling.top_p[index]).to(device))
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = cumulative[:, -1] * torch.from_numpy(sampling.uniform[index]).to(device)
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
-
-
-def _keep_top_k(probs: torch.Tensor, top_k: torch.Tensor) -> None:
-    """Zero all but each row's k largest, in place (0 keeps all); ties with the k-th are kept."""
-    rows = (top_k > 0).nonzero()[:, 0]
-    ks = top_k[rows].clamp(max=probs.shape[1])
-    if not len(rows):
-        return
-    kept = probs[rows]
-    least = kept.topk(int(ks.max()), dim=-1).values.gather(1, ks[:, None] - 1)
-    probs[rows] = kept.masked_fill_(kept < least, 0.0)
-
-
-def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Zero all but each row's nucleus, in place: the most likely tokens before which less than p of the mass
-    lies."""
-    rows = (top_p < 1).nonzero()[:, 0]
-    if not len(rows):
-        return
-    kept = probs[rows]
-    mass = top_p[rows] * kept.sum(dim=-1)
-    prefix = kept.topk(min(NUCLEUS_PREFIX, kept.shape[1]), dim=-1).values
-    least = _nucleus_floor(prefix, mass)
-    open_ended = (prefix.sum(dim=-1) < mass).nonzero()[:, 0]
-    if len(open_ended):
-        least[open_ended] = _nucleus_floor(
-            kept[open_ended].sort(dim=-1, descending=True).values, mass[open_ended]
-        )
-    probs[rows] = kept.masked_fill_(kept < least[:, None], 0.0)
-
-
-def _nucleus_floor(descending: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The smallest probability in each row's nucleus, given the row's largest probabilities in order."""
-    before = descending.cumsum(dim=-1) - descending
-    inside = (before < mass[:, None]) | (torch.arange(descending.shape[1], device=descending.device) == 0)
-    return descending.masked_fill(~inside, torch.inf).amin(dim=-1)

@@ -42,7 +42,7 @@ class Worker:
         context = build_context(plan, torch.device(plan.device), tp, pipeline)
         model = load_model(model_path, context, advance)
         self.arena = Arena(plan.stages[context.pipeline.stage].layout, context.device)
-        self.runner = ModelRunner(model, self.arena, context.attention, context.ssm)
+        self.runner = ModelRunner(model, self.arena, context.attention, context.ssm, context.pointwise)
         self._context = context
         self._adapter_tp = adapter_tp or context.tp
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed

@@ -12,7 +12,6 @@ import torch
 
 from hybridserve.core.cache_spec import PagedKVSpec
 from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowParallelLinear
-from hybridserve.layers.rotary import rotate
 
 if TYPE_CHECKING:
     from hybridserve.layers.context import BuildContext, ForwardContext
@@ -52,6 +51,7 @@ class Attention:
         )
         sizes = self.qkv_proj.outputs.sizes
         self.backend = context.attention
+        self.pointwise = context.pointwise
         self.head_dim = head_dim
         self.num_heads = sizes[0] // head_dim
         self.num_kv_heads = sizes[1] // head_dim
@@ -71,7 +71,8 @@ class Attention:
             query, key, value = torch.split_with_sizes(heads, (num_heads, num_kv_heads, num_kv_heads), 1)
         else:
             query_key, value = torch.split_with_sizes(heads, (num_heads + num_kv_heads, num_kv_heads), 1)
-            query, key = torch.split_with_sizes(rotate(query_key, rotation), (num_heads, num_kv_heads), 1)
+            turned = self.pointwise.rotate(query_key, *rotation)
+            query, key = torch.split_with_sizes(turned, (num_heads, num_kv_heads), 1)
         cache = cast("torch.Tensor", context.caches[self.cache])
         out = self.backend.forward(
             query, key, value, cache, context.attention, scale=self.scale, window=self.window

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.nn import functional as F
-
 from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, RowParallelLinear
 
 if TYPE_CHECKING:
@@ -29,6 +27,7 @@ class GatedMLP:
     ) -> None:
         context = context.within("mlp")
         context.divide(intermediate_size, "inner columns of an MLP")
+        self.backend = context.pointwise
         slices = [OutputSlice("gate_proj", intermediate_size), OutputSlice("up_proj", intermediate_size)]
         self.gate_up_proj = ColumnParallelLinear(context, name, slices, hidden_size, bias=bias, role="mlp")
         self.down_proj = RowParallelLinear(
@@ -38,5 +37,4 @@ class GatedMLP:
         context.footprint.widen(context.part, 3 * local)
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x, lora).chunk(2, -1)
-        return self.down_proj(F.silu(gate).mul_(up), lora)
+        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x, lora)), lora)

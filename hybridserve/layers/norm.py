@@ -31,6 +31,10 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.rms_norm(x, self.weight, self.eps, self.sizes)
 
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of x + residual, which x becomes."""
+        return self.backend.add_rms_norm(x, residual, self.weight, self.eps)
+
     def _load(self, tensor: torch.Tensor) -> None:
         self.weight.copy_(tensor)
 

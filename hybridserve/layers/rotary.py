@@ -174,11 +174,3 @@ class RotaryEmbedding:
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos.to(self.dtype), sin.to(self.dtype)
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [T, heads, head_dim]: pairs (i, i + rotary_dim / 2) are turned, the rest of a head stays."""
-    cos, sin = rotation
-    half = cos.shape[-1]
-    first, second, rest = torch.split_with_sizes(x, (half, half, x.shape[-1] - 2 * half), -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

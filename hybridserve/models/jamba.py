@@ -93,8 +93,9 @@ class JambaLayer:
         )
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        hidden = self.mixer(self.input_layernorm(hidden), context).add_(hidden)
-        return self.feed_forward(self.pre_ff_layernorm(hidden), context.lora).add_(hidden)
+        mixed = self.mixer(self.input_layernorm(hidden), context)
+        normed = self.pre_ff_layernorm.of_sum(mixed, hidden)
+        return self.feed_forward(normed, context.lora).add_(mixed)
 
 
 def _attention(config: JambaConfig, context: BuildContext, name: str) -> Attention:

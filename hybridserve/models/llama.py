@@ -135,8 +135,9 @@ class LlamaLayer:
         )
 
     def __call__(self, hidden: torch.Tensor, context: ForwardContext, rotation: Rotation) -> torch.Tensor:
-        hidden = self.self_attn(self.input_layernorm(hidden), context, rotation).add_(hidden)
-        return self.mlp(self.post_attention_layernorm(hidden), context.lora).add_(hidden)
+        attended = self.self_attn(self.input_layernorm(hidden), context, rotation)
+        normed = self.post_attention_layernorm.of_sum(attended, hidden)
+        return self.mlp(normed, context.lora).add_(attended)
 
 
 class LlamaForCausalLM(CausalLM):

@@ -67,9 +67,11 @@ class Triton(MoEBackend):
     def __init__(self) -> None:
         from hybridserve.kernels.gemm import triton_kernels as gemm_kernels
         from hybridserve.kernels.moe import triton_kernels
+        from hybridserve.kernels.pointwise import triton_kernels as pointwise_kernels
 
         self._kernels = triton_kernels
         self._gemm_kernels = gemm_kernels
+        self._pointwise_kernels = pointwise_kernels
 
     def route(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool
@@ -134,8 +136,8 @@ class Triton(MoEBackend):
             delta.add_gate_up(inner, x, groups)
             activations = x.new_empty(num_pairs, intermediate)
             block = min(1024, power_of_2(intermediate))
-            self._kernels.silu_and_multiply[(num_pairs, cdiv(intermediate, block))](
-                *(inner, activations, intermediate), BLOCK=block
+            self._pointwise_kernels.silu_and_mul[(num_pairs, cdiv(intermediate, block))](
+                *(inner, activations, intermediate, inner.stride(0)), BLOCK=block
             )
 
         rows, row_scales = operand(self._gemm_kernels, activations, down)

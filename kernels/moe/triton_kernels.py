@@ -183,18 +183,6 @@ def gate_up(
 
 
 @triton.jit
-def silu_and_multiply(inner, activations, size, BLOCK: tl.constexpr):
-    """activations [P, I] of inner [P, 2 I], gate columns first."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    gate = tl.load(inner + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(inner + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(activations + row * size + column, result.to(activations.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def down(
     activations,  # [P, I] contiguous, in the order of the groups
     row_scales,  # [P] where they are int8

@@ -1,4 +1,4 @@
-"""Operators on rows: norms."""
+"""Operators on rows: norms, activations, rotations, and what of a distribution may be drawn."""
 
 from hybridserve.kernels.pointwise.native import Native
 from hybridserve.kernels.pointwise.reference import Reference

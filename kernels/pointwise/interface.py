@@ -26,3 +26,42 @@ class PointwiseBackend(Backend):
 
         Computed in float32; [T, n] in x's dtype (arXiv 1910.07467).
         """
+
+    @abstractmethod
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,  # [T, n], overwritten by the sum
+        residual: torch.Tensor,  # [T, n]
+        weight: torch.Tensor,  # [n], of any dtype
+        eps: float,
+    ) -> torch.Tensor:
+        """x += residual, rounded to x's dtype; returns `rms_norm` of that, with one segment a row."""
+
+    @abstractmethod
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of rows [T, 2 n], gate columns first; [T, n] (SwiGLU, arXiv 2002.05202)."""
+
+    @abstractmethod
+    def rotate(
+        self,
+        x: torch.Tensor,  # [T, heads, head_dim]
+        cos: torch.Tensor,  # [T, 1, half], 2 * half <= head_dim
+        sin: torch.Tensor,  # [T, 1, half]
+    ) -> torch.Tensor:
+        """Pairs (i, i + half) of each head are turned by their token's angles, the rest of a head stays
+        (arXiv 2104.09864); [T, heads, head_dim]."""
+
+    @abstractmethod
+    def keep_top_k(self, probs: torch.Tensor, top_k: torch.Tensor) -> None:
+        """Zero all but each row's k largest, in place; ties with the k-th are kept.
+
+        probs [D, V] float32 from 0 to 1, top_k [D] int64: 0 keeps all.
+        """
+
+    @abstractmethod
+    def keep_top_p(self, probs: torch.Tensor, top_p: torch.Tensor) -> None:
+        """Zero all but each row's nucleus, in place: the most likely elements before which less than
+        p of the row's sum lies, and those as likely as the last of them (arXiv 1904.09751).
+
+        probs [D, V] float32 from 0 to 1, top_p [D] float32: 1 keeps all, and 0 the largest.
+        """

@@ -1,4 +1,5 @@
-"""Operators on rows in C, for CPUs. Knows how to hand tensors over; the arithmetic is in `native.c`.
+"""Norms in C, for CPUs, and the other operators on rows as torch has them. Knows how to hand tensors over;
+the arithmetic is in `native.c`.
 
 A row's result depends neither on the other rows nor on the number of threads.
 """
@@ -14,7 +15,7 @@ import torch
 
 from hybridserve.kernels import native
 from hybridserve.kernels.native import INT, KINDS, POINTER
-from hybridserve.kernels.pointwise.interface import PointwiseBackend
+from hybridserve.kernels.pointwise.torch_native import TorchNative
 
 if TYPE_CHECKING:
     from hybridserve.kernels.registry import Capabilities
@@ -32,7 +33,7 @@ FUNCTIONS = {
 """What native.c has, by the types of arguments."""
 
 
-class Native(PointwiseBackend):
+class Native(TorchNative):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
@@ -44,6 +45,7 @@ class Native(PointwiseBackend):
         return native.obstacle(SOURCE)
 
     def __init__(self) -> None:
+        super().__init__()
         self._rms_norm = native.load(SOURCE, FUNCTIONS).rms_norm
 
     def rms_norm(

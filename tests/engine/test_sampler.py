@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from hybridserve.engine import sampler
 from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
-from hybridserve.engine.sampler import NUCLEUS_PREFIX, logprobs, sample
+from hybridserve.engine.sampler import LogprobsOutput, logprobs
 from hybridserve.engine.token_masks import AllowedInput
+from hybridserve.kernels.pointwise import TorchNative
+from hybridserve.kernels.pointwise.torch_native import NUCLEUS_PREFIX
 
 VOCAB = 600
 
@@ -22,6 +25,10 @@ def make_sampling(rows: int, **columns: object) -> SamplingInput:
     for name, value in columns.items():
         setattr(sampling, name, value)
     return sampling
+
+
+def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
+    return sampler.sample(logits, sampling, TorchNative())
 
 
 def make_logits(rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:

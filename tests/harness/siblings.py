@@ -19,6 +19,7 @@ from hybridserve.engine.core import EngineCore
 from hybridserve.engine.input_builder import InputBuilder
 from hybridserve.engine.model_runner import ModelRunner
 from hybridserve.kernels.attention.torch_native import TorchNative as Attention
+from hybridserve.kernels.pointwise.torch_native import TorchNative as Pointwise
 from hybridserve.kernels.ssm.torch_native import TorchNative as SSM
 from hybridserve.models.base import CausalLM
 from tests.harness.engine import Guarded, GuardedExecutor
@@ -139,7 +140,7 @@ def sibling_engine(name: str, *, poison: str, **guards: Any) -> tuple[Guarded, S
     model = SIBLINGS[name].model()
     slot_bytes = sum(tensor.num_bytes for tensor in model.tensors)
     layout = CacheLayout.build(model.cache_specs, 16, 4 * max(slot_bytes, 64))
-    runner = ModelRunner(model, Arena(layout, torch.device("cpu")), Attention(), SSM())
+    runner = ModelRunner(model, Arena(layout, torch.device("cpu")), Attention(), SSM(), Pointwise())
     scheduler = Scheduler(
         layout, max_num_seqs=8, max_num_batched_tokens=6, max_model_len=64, check_integrity=True
     )

@@ -8,12 +8,26 @@ import torch
 from hybridserve.kernels.pointwise import Reference, Triton
 from hybridserve.kernels.registry import Capabilities
 from tests.harness.triton_interpreter import DEVICE, assert_near, poisoned, require_triton  # noqa: F401
+from tests.kernels.test_pointwise import (  # noqa: F401 - collected again, with this module's fixtures
+    distributions,
+    test_add_rms_norm,
+    test_add_rms_norm_of_columns_that_lie_apart,
+    test_keep_top_k,
+    test_keep_top_p,
+    test_rotate,
+    test_silu_and_mul,
+)
 
 require_triton()
 
 EPS = 1e-3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def backend() -> Triton:
+    return Triton()
 
 
 def rows(num_rows: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +64,25 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(together[others], alone[others])
     assert together[4].isnan().all()
+
+
+def test_what_is_kept_of_a_row_depends_on_it_alone(backend: Triton) -> None:
+    probs, top_k = distributions(5, 90), torch.tensor([3, 0, 20, 1, 9])
+    top_p = torch.tensor([0.7, 0.9, 1.0, 0.2, 0.95])
+    together = probs.clone()
+    together[3] = float("nan")
+    backend.keep_top_k(together, top_k)
+    backend.keep_top_p(together, top_p)
+    for row in (0, 1, 2, 4):
+        alone = probs[row : row + 1].clone()
+        backend.keep_top_k(alone, top_k[row : row + 1])
+        backend.keep_top_p(alone, top_p[row : row + 1])
+        assert torch.equal(together[row], alone[0])
+
+
+def test_probabilities_of_a_row_lie_side_by_side(backend: Triton) -> None:
+    with pytest.raises(ValueError, match="side by side"):
+        backend.keep_top_k(distributions(3, 4).t(), torch.ones(4, dtype=torch.int64))
 
 
 def test_inside_and_outside_of_inference_mode() -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridserve.layers.rotary import FREQUENCIES, RopeScaling, RotaryEmbedding, rotate
+from hybridserve.kernels.pointwise import Reference
+from hybridserve.layers.rotary import FREQUENCIES, RopeScaling, RotaryEmbedding
 from tests.harness.models import load_runner, oracle, random_ids, save_model
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def test_rotation_turns_pairs_and_leaves_the_rest() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2, 2 * HALF, generator=generator)
     positions = torch.tensor([0, 5, 1000])
-    out = rotate(x, rotary(positions))
+    out = Reference().rotate(x, *rotary(positions))
     for t, position in enumerate(positions.tolist()):
         for head in range(2):
             for i in range(4):
