@@ -48,6 +48,9 @@ SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 REGISTERS = 65536
 """Of a multiprocessor, for all threads of a program."""
 
+SPILL_BUDGET = 8
+"""Bytes a thread: a register that the assembler gives up so that more programs fit."""
+
 SHAPES = Path(__file__).resolve().parent.parent / "hybridserve" / "models" / "shapes"
 
 DECODE = (1, 16, 64, 256)
@@ -64,7 +67,7 @@ CONTEXT = 20_000
 class Case:
     """A model as one rank of a deployment has it."""
 
-    model: str  # of hybridserve/models/shapes, or `BAMBA`
+    model: str  # of hybridserve/models/shapes, `BAMBA`, or `HEADS`: attention alone, of every size
     ranks: int
     weights: str  # format: none, int8, int8-w8a8, fp8
     dtype: torch.dtype = torch.bfloat16
@@ -72,7 +75,10 @@ class Case:
 
 BAMBA = "bamba-9b"
 
+HEADS = "attention-heads"
+
 CASES = {
+    HEADS: Case(HEADS, 1, "none"),
     "jamba-large-tp8-int8": Case("jamba-large", 8, "int8"),
     "jamba-large-tp8-bf16": Case("jamba-large", 8, "none"),
     "jamba-large-tp8-w8a8": Case("jamba-large", 8, "int8-w8a8"),
@@ -84,12 +90,16 @@ CASES = {
     "bamba-9b-int8": Case(BAMBA, 1, "int8"),
 }
 
+HEAD_DIMS = (64, 80, 96, 256)
+"""That models have beside 128."""
+
 BAMBA_SHAPE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "num_experts": 1,
+    "vocab_size": 128000,
 }
 """Its attention, norms and projections."""
 
@@ -188,6 +198,31 @@ def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device="meta")
 
 
+def attend(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, lens: Sequence[int], context: int
+) -> None:
+    """Attention with and without a window, over blocks that hold nine layers."""
+    backend, count, total, block = attention.Triton(), len(lens), sum(lens), 16
+    metadata = AttentionMetadata(
+        empty(count + 1), empty(count), empty(count, 2000), empty(total), list(lens), [context] * count
+    )
+    qkv = empty(total, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
+    row = kv_heads * head_dim
+    strides = (9 * 2 * block * row, block * row, row, head_dim, 1)
+    sizes = (300, 2, block, kv_heads, head_dim)
+    cache = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+    prepared = backend.prepare(metadata)
+    for window in (None, 4096) if total < 64 else (None,):
+        backend.forward(query, key, value, cache, prepared, scale=0.1, window=window)
+
+
+def attend_with_heads_of_every_size() -> None:
+    for head_dim in HEAD_DIMS:
+        for lens, context in (([1], CONTEXT), ([1] * 64, 100), ([*PREFILL], CONTEXT)):
+            attend(torch.bfloat16, 32, 8, head_dim, lens, context)
+
+
 class Model:
     """Calls every operator of a model as its layers would."""
 
@@ -202,6 +237,7 @@ class Model:
         self.head_dim = self.hidden // shape["num_attention_heads"]
         self.inner = shape["intermediate_size"] // case.ranks
         self.num_experts = shape["num_experts"]
+        self.vocab_size = shape["vocab_size"]
         self.mamba = None
         if "mamba_dt_rank" in shape:
             self.channels = shape["mamba_expand"] * self.hidden // case.ranks
@@ -224,7 +260,7 @@ class Model:
 
     def _step(self, lens: Sequence[int], *, long: bool) -> None:
         total = sum(lens)
-        self._norms(total)
+        self._rows(total)
         self._attention(lens, CONTEXT if long else 100)
         self._projections(total)
         if self.mamba is not None:
@@ -233,27 +269,24 @@ class Model:
             self._experts(total)
         self._adapters(lens)
 
-    def _norms(self, total: int) -> None:
+    def _rows(self, total: int) -> None:
         backend = pointwise.Triton()
-        backend.rms_norm(self.values(total, self.hidden), self.values(self.hidden), 1e-6, (self.hidden,))
+        hidden, weight = self.values(total, self.hidden), self.values(self.hidden)
+        backend.rms_norm(hidden, weight, 1e-6, (self.hidden,))
+        backend.add_rms_norm(hidden, self.values(total, self.hidden), weight, 1e-6)
+        backend.silu_and_mul(self.values(total, 2 * self.inner))
+        heads = self.values(total, self.heads + 2 * self.kv_heads, self.head_dim)
+        angles = self.values(total, 1, self.head_dim // 2)
+        backend.rotate(heads[:, : self.heads + self.kv_heads], angles, angles)
+        probs = empty(total, self.vocab_size, dtype=torch.float32)
+        backend.keep_top_k(probs, empty(total))
+        backend.keep_top_p(probs, empty(total, dtype=torch.float32))
         if self.mamba is not None:
             sizes = (self.mamba[0], self.mamba[1], self.mamba[1])
             backend.rms_norm(self.values(total, sum(sizes)), self.values(sum(sizes)), 1e-6, sizes)
 
     def _attention(self, lens: Sequence[int], context: int) -> None:
-        backend, count, total, block = attention.Triton(), len(lens), sum(lens), 16
-        metadata = AttentionMetadata(
-            empty(count + 1), empty(count), empty(count, 2000), empty(total), list(lens), [context] * count
-        )
-        qkv = self.values(total, self.heads + 2 * self.kv_heads, self.head_dim)
-        query, key, value = torch.split_with_sizes(qkv, (self.heads, self.kv_heads, self.kv_heads), 1)
-        row = self.kv_heads * self.head_dim
-        strides = (9 * 2 * block * row, block * row, row, self.head_dim, 1)  # of a block with nine layers
-        sizes = (300, 2, block, self.kv_heads, self.head_dim)
-        cache = torch.empty_strided(sizes, strides, dtype=self.case.dtype, device="meta")
-        prepared = backend.prepare(metadata)
-        for window in (None, 4096) if total < 64 else (None,):
-            backend.forward(query, key, value, cache, prepared, scale=0.1, window=window)
+        attend(self.case.dtype, self.heads, self.kv_heads, self.head_dim, lens, context)
 
     def _projections(self, total: int) -> None:
         backend = gemm.Triton()
@@ -350,7 +383,10 @@ def compile_cases(names: Sequence[str], target: int) -> Iterator[Compiled]:
         for name in names:
             known = set(recorder.found)
             recorder.case = name
-            Model(CASES[name])()
+            if name == HEADS:
+                attend_with_heads_of_every_size()
+            else:
+                Model(CASES[name])()
             yield from (kernel for key, kernel in recorder.found.items() if key not in known)
 
 
@@ -358,7 +394,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels without a GPU.")
     parser.add_argument("--target", type=int, action="append", choices=sorted(SHARED_BYTES))
     parser.add_argument("--case", action="append", choices=sorted(CASES))
-    parser.add_argument("--spill-budget", type=int, default=0, help="bytes a thread (default: %(default)s)")
+    parser.add_argument(
+        "--spill-budget", type=int, default=SPILL_BUDGET, help="bytes a thread (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     print(f"triton {triton.__version__}")
     print(f"{'kernel':20} {'target':7} {'warps':>5} {'regs':>5} {'spill':>6} {'shared':>7}  case, tile")

@@ -34,17 +34,17 @@ class Tile(NamedTuple):
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     """For one token: bytes in flight count, 16 KiB of K a stage."""
     columns = min(128, max(16, 16384 // (power_of_2(head_dim, 16) * element_bytes)))
-    return Tile(power_of_2(group, 16), columns, 4, 2)
+    return Tile(power_of_2(group, 16), columns, 4 if element_bytes == 2 else 8, 2)
 
 
 def prefill_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
-    """As many rows as registers hold in float32: 128 up to a head of 128, 64 of 256 or of float32
-    operands."""
+    """As many rows as registers hold in float32: 128 up to a head of 128, 64 of 256 or of float32 operands,
+    whose products no tensor core takes: they hold few columns, for many warps."""
     wide = power_of_2(head_dim, 16)
-    rows = 128 if wide <= 128 and element_bytes == 2 else 64
-    rows = power_of_2(group, rows)
-    columns = 64 if wide * element_bytes <= 256 else 32
-    return Tile(rows, columns, 8 if rows * wide >= 128 * 128 else 4, 2)
+    if element_bytes == 4:
+        return Tile(power_of_2(group, 64), 16, 8, 2)
+    rows = power_of_2(group, 128 if wide <= 128 else 64)
+    return Tile(rows, 64 if wide <= 128 else 32, 8 if rows * wide >= 128 * 128 else 4, 2)
 
 
 @dataclass(slots=True)
