@@ -24,6 +24,7 @@ class Capabilities:
     device: str  # "cpu" | "cuda"
     dtype: str  # of the model's activations: "float32" | "bfloat16" | "float16"
     weights: str = "none"  # format of those that are quantized
+    block_size: int = 16  # tokens of K and V in a block
 
 
 class Backend(ABC):

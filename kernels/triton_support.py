@@ -10,6 +10,7 @@ that change with the batch are not specialized: a new number of tokens compiles 
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,20 @@ def obstacle(capabilities: Capabilities) -> str | None:
         return f"has no arithmetic for {capabilities.dtype}"
     if find_spec("triton") is None:
         return "triton is not installed"
+    return None
+
+
+def import_obstacle(module: str, package: str) -> str | None:
+    """Why an optional package can't be used, or None. One that was built for another torch is there, and can't be
+    imported."""
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return f"{package} is not installed"
+        return f"{package} can't be imported: {error}"
+    except (ImportError, OSError) as error:
+        return f"{package} can't be imported: {error}"
     return None
 
 

@@ -122,6 +122,8 @@ BlockSize = Annotated[int, Field(ge=1, le=256), AfterValidator(_power_of_two)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "native", "triton", "torch_native", "reference"]
+AttentionName = Literal["auto", "native", "triton", "flash_attn", "torch_native", "reference"]
+SSMName = Literal["auto", "native", "triton", "mamba_ssm", "torch_native", "reference"]
 GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "triton", "torch_native", "reference"]
 MoEName = Literal["auto", "exact", "native", "native_exact", "triton", "torch_native", "reference"]
 
@@ -255,14 +257,16 @@ class LoraConfig(_Section):
 class KernelsConfig(_Section):
     """The backend of each operator; auto takes the fastest that works here."""
 
-    attention: BackendName = Field(default="auto", description="backend of paged attention")
-    ssm: BackendName = Field(default="auto", description="backend of convolution and selective scan")
+    attention: AttentionName = Field(default="auto", description="backend of paged attention")
+    ssm: SSMName = Field(default="auto", description="backend of convolution and selective scan")
     gemm: GemmName = Field(
         default="auto",
         description="backend of matrix products; exact: one that never rounds activations, of experts too",
     )
     moe: MoEName = Field(default="auto", description="backend of experts; exact as for gemm")
-    pointwise: BackendName = Field(default="auto", description="backend of norms")
+    pointwise: BackendName = Field(
+        default="auto", description="backend of norms, activations and rotations, and of what samples"
+    )
     lora: BackendName = Field(default="auto", description="backend of adapters")
 
 

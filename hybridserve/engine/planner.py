@@ -99,7 +99,9 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
     adapters = initial_adapters(config, here=here)
     has_lora = bool(adapters) or config.lora.allow_runtime_loading
     wanted = resolve(config.quantization.format, config.quantization.targets, read_config(hf_config))
-    capabilities = Capabilities(device="cpu", dtype=dtype, weights=wanted.format)
+    capabilities = Capabilities(
+        device="cpu", dtype=dtype, weights=wanted.format, block_size=config.cache.block_size
+    )
     used = [op for op in OPERATORS if op != "lora" or has_lora]
     backends = _choose_backends(config, capabilities, used) if here else _open_choices(config, used)
     cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
@@ -251,7 +253,12 @@ def _recipe_of(plan: EnginePlan) -> _Recipe:
     quantization = Quantization() if plan.quantization is None else plan.quantization.quantization
     return _Recipe(
         {op: choice.name for op, choice in plan.backends.items()},
-        Capabilities(device=plan.device, dtype=plan.dtype, weights=quantization.format),
+        Capabilities(
+            device=plan.device,
+            dtype=plan.dtype,
+            weights=quantization.format,
+            block_size=plan.layout.block_size,
+        ),
         plan.cache_dtype,
         plan.state_dtype,
         plan.max_model_len,

@@ -1,9 +1,10 @@
 """Causal convolution and selective scan: recurrences whose state is overwritten."""
 
+from hybridserve.kernels.ssm.mamba_ssm import MambaSSM
 from hybridserve.kernels.ssm.native import Native
 from hybridserve.kernels.ssm.reference import Reference
 from hybridserve.kernels.ssm.torch_native import TorchNative
 from hybridserve.kernels.ssm.triton_backend import Triton
 
-BACKENDS = (Native, Triton, TorchNative, Reference)
+BACKENDS = (Native, Triton, MambaSSM, TorchNative, Reference)
 """In order of preference."""
