@@ -39,7 +39,7 @@ def obstacle(capabilities: Capabilities) -> str | None:
 
 
 def import_obstacle(module: str, package: str) -> str | None:
-    """Why an optional package can't be used, or None. One that was built for another torch is there, and can't be
+    """Why an optional package can't be used, or None: one built for another torch can't be
     imported."""
     try:
         import_module(module)

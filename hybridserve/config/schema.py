@@ -264,9 +264,7 @@ class KernelsConfig(_Section):
         description="backend of matrix products; exact: one that never rounds activations, of experts too",
     )
     moe: MoEName = Field(default="auto", description="backend of experts; exact as for gemm")
-    pointwise: BackendName = Field(
-        default="auto", description="backend of norms, activations and rotations, and of what samples"
-    )
+    pointwise: BackendName = Field(default="auto", description="backend of operators on rows, such as norms")
     lora: BackendName = Field(default="auto", description="backend of adapters")
 
 
