@@ -9,6 +9,7 @@ import torch
 from hybridserve.kernels.lora import Triton, triton_backend
 from hybridserve.kernels.registry import Capabilities
 from tests.harness.triton_interpreter import poisoned, require_triton  # noqa: F401
+from tests.kernels import test_lora as shared
 from tests.kernels.test_lora import (  # noqa: F401 - collected again, with this module's fixtures
     DTYPES,
     ROWS,
@@ -20,11 +21,9 @@ from tests.kernels.test_lora import (  # noqa: F401 - collected again, with this
     make_table,
     random,
     test_a_module_without_outputs_here,
-    test_a_nan_row_spoils_no_other,
     test_embedding,
     test_embedding_of_a_rank_without_rows,
     test_empty_tables_and_slots_leave_everything_alone,
-    test_experts,
     test_experts_of_nothing,
     test_float32_results_of_a_half_precision_model,
     test_gain_and_bias,
@@ -32,8 +31,6 @@ from tests.kernels.test_lora import (  # noqa: F401 - collected again, with this
     test_memory_beyond_a_pair_is_not_read_for_its_worth,
     test_rank_activations_are_not_rounded,
     test_scale_meets_the_accumulator_in_float32,
-    test_strides,
-    test_transposed_operands,
 )
 
 require_triton()
@@ -46,8 +43,18 @@ def backend() -> Triton:
     return Triton()
 
 
+@pytest.mark.slow
+class TestWhatAllBackendsDo:
+    """The long ones of the tests that are collected again."""
+
+    test_a_nan_row_spoils_no_other = staticmethod(shared.test_a_nan_row_spoils_no_other)
+    test_experts = staticmethod(shared.test_experts)
+    test_strides = staticmethod(shared.test_strides)
+    test_transposed_operands = staticmethod(shared.test_transposed_operands)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", [1, 33, 70])
+@pytest.mark.parametrize("inputs", [1, 70])
 def test_l007_ragged_batches_of_odd_ranks(
     backend: Triton, inputs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def rows(num_rows: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("sizes", [(1,), (7,), (513,), (32, 16, 16), (1, 40, 3)], ids=str)
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("num_rows", [0, 5])
 def test_rms_norm(num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = rows(num_rows, sum(sizes), dtype)
     expected = Reference().rms_norm(x.cpu().float(), weight.cpu().float(), EPS, sizes).to(dtype)
