@@ -21,7 +21,6 @@ from tests.kernels.test_ssm import (  # noqa: F401 - collected again, with this 
     test_a_sequence_without_tokens_keeps_its_state,
     test_empty_batch,
     test_highest_slot_of_a_huge_arena,
-    test_state_width_is_one_less_than_the_kernel,
 )
 
 require_triton()
@@ -47,6 +46,9 @@ class TestWhatAllBackendsDo:
 
     test_left_padding_and_a_long_dummy = staticmethod(shared.test_left_padding_and_a_long_dummy)
     test_mixed_dtypes = staticmethod(shared.test_mixed_dtypes)
+    test_state_width_is_one_less_than_the_kernel = staticmethod(
+        shared.test_state_width_is_one_less_than_the_kernel
+    )
     test_what_is_not_owned_is_not_read = staticmethod(shared.test_what_is_not_owned_is_not_read)
 
 
