@@ -122,6 +122,7 @@ def test_add_rms_norm(backend: PointwiseBackend, num_rows: int, dtype: torch.dty
     expected = Reference().rms_norm(total, weight, EPS, (70,))
     actual = backend.add_rms_norm(x, residual * 0.37, weight, EPS)
     assert torch.equal(x, total)
+    assert torch.equal(actual, backend.rms_norm(total, weight, EPS, (70,)))
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -1,7 +1,7 @@
 """No Triton backend waits for the device: nothing on it is looked at, so that a step can be queued ahead.
 
-Copies to the host, which tensors that lie there don't show, are found by `tools/compile_kernels.py`: its tensors
-hold nothing.
+Copies to the host, which tensors that lie there don't show, are found by `tools/compile_kernels.py`: its
+tensors hold nothing.
 """
 
 from __future__ import annotations
