@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
 from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_misses import Miss, PrefixMisses
 from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
 from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.slabs import IntegrityError
@@ -37,6 +38,10 @@ class PrefixCounters:
     )
     """Prompt tokens that were not computed, by why the checkpoint was where they end; "blocks": there was no
     need of one."""
+    missed_tokens: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys([str(miss) for miss in Miss], 0)
+    )
+    """Prompt tokens that were computed, by why they had to be: with the others, all that were queried."""
     num_queried_tokens: int = 0
     """Prompt tokens of all that were admitted."""
     num_resumed_tokens: int = 0
@@ -48,6 +53,8 @@ class PrefixCounters:
     """For want of memory."""
     num_evicted_blocks: int = 0
     num_evicted_checkpoints: int = 0
+    num_replaced_checkpoints: int = 0
+    """Of sequences that generate, by newer ones of their own."""
     num_waits: int = 0
     num_waits_given_up: int = 0
 
@@ -98,6 +105,9 @@ class PrefixCache:
         self._pending: dict[int, list[_Pending]] = {}
         self._reading: dict[int, list[tuple[Checkpoint, Node]]] = {}
         self._waits = PrefixWaits(self._size, has_slots=self._has_slots)
+        self._misses = PrefixMisses(
+            self.index.evicted, self._waits, size=self._size, has_blocks=self._has_blocks
+        )
 
     # ---- requests come and go
 
@@ -207,7 +217,7 @@ class PrefixCache:
         if trail is None:
             return ()
         self.index.clock += 1
-        self._count(request, match)
+        self._count(trail, match)
         first = match.num_tokens // self._size
         trail.first_own = first
         trail.num_noted = len(match.blocks) if self._has_blocks else first
@@ -229,14 +239,16 @@ class PrefixCache:
         self._reading.setdefault(step_id, []).append((checkpoint, match.node))
         return (UnitCopy(checkpoint.slot, request.state_slot),)
 
-    def _count(self, request: Request, match: Match) -> None:
-        counters = self.counters
+    def _count(self, trail: Trail, match: Match) -> None:
+        counters, request = self.counters, trail.request
         if request.num_preemptions:
             counters.num_resumed_tokens += match.num_tokens
             return
         request.num_cached = match.num_tokens
         counters.num_queried_tokens += request.num_prompt
         counters.num_unreached_tokens += max(0, request.write_from - match.num_tokens)
+        for miss, num_tokens in self._misses.of(trail, match):
+            counters.missed_tokens[miss] += num_tokens
         if match.node is not None:
             checkpoint = match.node.checkpoint
             counters.num_hits += 1
@@ -294,11 +306,11 @@ class PrefixCache:
         """0 where there is none, or only for something that is worth more."""
         if not self._slots.num_open and not room():
             if (turn := pending.trail.turn) is not None and self._is_superseded(turn):
-                self._drop(turn)
+                self._replace(turn)
             elif (first := self.index.first_checkpoint) is not None:
                 if self.index.checkpoint_priority(first) >= self._priority(pending):
                     return 0
-                self._drop(first)
+                self._free_checkpoint(self.index.give_up(first))
             if not self._slots.num_open:
                 return 0
         return self._slots.allocate(OWNER) or 0
@@ -354,7 +366,7 @@ class PrefixCache:
         self.counters.num_checkpoints += 1
         if checkpoint.cause is Cause.TURN:
             if trail.turn is not None and self._is_superseded(trail.turn):
-                self._drop(trail.turn)
+                self._replace(trail.turn)
             trail.turn = node
         while len(path := self.index.checkpoints_around(node)) > MAX_CHECKPOINTS:
             idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
@@ -412,6 +424,11 @@ class PrefixCache:
 
     def _drop(self, node: Node) -> None:
         self._free_checkpoint(self.index.take_down(node))
+
+    def _replace(self, node: Node) -> None:
+        """A sequence's former end makes room for its new one."""
+        self._slots.free(self.index.take_down(node).slot, OWNER)
+        self.counters.num_replaced_checkpoints += 1
 
     def _free_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._slots.free(checkpoint.slot, OWNER)

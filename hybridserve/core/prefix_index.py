@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
 from hybridserve.core.lazy_heap import LazyHeap
+from hybridserve.core.prefix_misses import EvictedPaths
 from hybridserve.core.slabs import IntegrityError
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ class Node:
         "num_tokens",
         "num_users",
         "parent",
+        "path",
         "pins",
     )
 
     def __init__(self, parent: Node | None, key: bytes, num_tokens: int) -> None:
         self.parent = parent
         self.key = key
+        self.path: int = hash((parent.path, key)) if parent else 0  # tells it from others when it is gone
         self.num_tokens = num_tokens  # up to its end
         self.children: dict[bytes, Node] = {}
         self.num_users = 0  # live requests whose tokens these are
@@ -98,6 +101,7 @@ class PrefixIndex:
         self._idle = LazyHeap[Node](self.checkpoint_priority)
         self._checkpointed: dict[Node, None] = {}
         self._num_void = 0
+        self.evicted = EvictedPaths()
         self.num_evictable_blocks = 0
         self.clock = 0
         """Admissions so far."""
@@ -308,6 +312,7 @@ class PrefixIndex:
         if node is None:
             return None
         assert node.parent is not None
+        self.evicted.add(node.path)
         checkpoint = self._take_from(node) if node.checkpoint is not None else None
         self._leaves.remove(node)
         block, node.block = node.block, 0
@@ -331,7 +336,13 @@ class PrefixIndex:
 
     def evict_checkpoint(self) -> Checkpoint | None:
         node = self._idle.first()
-        return None if node is None else self.take_down(node)
+        return None if node is None else self.give_up(node)
+
+    def give_up(self, node: Node) -> Checkpoint:
+        """`take_down`, for want of memory."""
+        if not self._layout.blocks_per_slab:  # with it goes all that is kept of the prefix
+            self.evicted.add(node.path)
+        return self.take_down(node)
 
     # ---- checks
 

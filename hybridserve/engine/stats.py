@@ -53,9 +53,10 @@ class EngineStats:
 
 def _of_prefixes(counters: PrefixCounters) -> dict[str, float]:
     numbers = asdict(counters)
-    by_cause = numbers.pop("hit_tokens")
+    hits, misses = numbers.pop("hit_tokens"), numbers.pop("missed_tokens")
     return {
-        "prefix_num_hit_tokens": sum(by_cause.values()),
-        **{f"prefix_num_hit_tokens_{cause}": count for cause, count in by_cause.items()},
+        "prefix_num_hit_tokens": sum(hits.values()),
+        **{f"prefix_num_hit_tokens_{cause}": count for cause, count in hits.items()},
+        **{f"prefix_num_missed_tokens_{cause}": count for cause, count in misses.items()},
         **{f"prefix_{name}": value for name, value in numbers.items()},
     }
