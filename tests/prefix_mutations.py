@@ -39,7 +39,7 @@ def blocks_alone_are_a_hit(patch: pytest.MonkeyPatch) -> None:
 
     def match(self: PrefixCache, request: Request) -> Match:
         found = plain(self, request)
-        return Match(len(found.nodes) * self._size, found.nodes, None)
+        return Match(len(found.shared) * self._size, found.shared, None)
 
     patch.setattr(PrefixCache, "match", match)
 
@@ -117,7 +117,7 @@ def room_is_made_before_hits_are_held(patch: pytest.MonkeyPatch) -> None:
     def admit(self: CacheManager, request: Request, match: Match, num_blocks: int, plan: StepPlan) -> bool:
         blocks = match.blocks
         self.make_room(num_blocks, 1)
-        for node, block in zip(match.nodes, blocks, strict=True):
+        for node, block in zip(match.shared, blocks, strict=True):
             self.blocks._references.setdefault(block, 0)
             node.block = block
         return plain(self, request, match, num_blocks, plan)

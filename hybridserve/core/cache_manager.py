@@ -152,7 +152,7 @@ class CacheManager:
             prefix.let_go(match)
             return False
         request.block_ids = match.blocks
-        self.reserve(request, max(match.num_tokens, len(match.nodes) * self.layout.block_size))
+        self.reserve(request, max(match.num_tokens, len(match.shared) * self.layout.block_size))
         if request.is_swapped_out:
             self._swap_in(request, match, plan)
         else:
@@ -177,7 +177,7 @@ class CacheManager:
     def _swap_in(self, request: Request, match: Match, plan: StepPlan) -> None:
         """Of what `request` needs, K and V of `match` are there already, in blocks that it shares."""
         pairs = zip(request.host_block_ids, request.block_ids, strict=True)
-        plan.block_swaps_in += [UnitCopy(*pair) for pair in pairs][len(match.nodes) :]
+        plan.block_swaps_in += [UnitCopy(*pair) for pair in pairs][len(match.shared) :]
         if request.host_slot:
             plan.state_swaps_in.append(UnitCopy(request.host_slot, request.state_slot))
         self.host.release(request, plan.step_id)

@@ -259,7 +259,7 @@ class PrefixCache:
             return
         self.index.touch(match.node)
         self._reading.setdefault(plan.step_id, []).append(match)
-        own = request.block_ids[len(match.nodes) : match.num_blocks]
+        own = request.block_ids[len(match.shared) : match.num_blocks]
         plan.block_swaps_in += [
             UnitCopy(node.host_block, block) for node, block in zip(match.hosted, own, strict=True)
         ]
@@ -287,7 +287,7 @@ class PrefixCache:
     def _bring_in(self, trail: Trail, match: Match) -> None:
         """The full blocks that a sequence has with the step that is planned are for others too, when it has
         finished."""
-        first, end = len(match.nodes), match.num_tokens // self._size
+        first, end = len(match.shared), match.num_tokens // self._size
         trail.num_noted = max(first, end)
         if blocks := trail.request.block_ids[first:end]:
             self._blocks.share(blocks)

@@ -26,22 +26,22 @@ class Match(NamedTuple):
 
     num_tokens: int = 0
     """That need not be computed."""
-    nodes: tuple[Node, ...] = ()
+    shared: tuple[Node, ...] = ()
     """With K and V in the arena; they may reach further."""
     node: Node | None = None
     """Where the tokens end."""
     hosted: tuple[Node, ...] = ()
-    """After `nodes`, up to where the tokens end: with K and V in the host's memory."""
+    """After `shared`, up to where the tokens end: with K and V in the host's memory."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Of `nodes`."""
-        return tuple([node.block for node in self.nodes])
+        """Of `shared`."""
+        return tuple([node.block for node in self.shared])
 
     @property
     def num_blocks(self) -> int:
         """With K and V, wherever they are."""
-        return len(self.nodes) + len(self.hosted)
+        return len(self.shared) + len(self.hosted)
 
 
 class Cut(NamedTuple):

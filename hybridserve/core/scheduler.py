@@ -366,7 +366,7 @@ class Scheduler:
                 self._waiting.discard(request)
                 continue
             num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            num_blocks -= len(match.nodes)
+            num_blocks -= len(match.shared)
             if not self.cache.admit(request, match, promised + num_blocks, plan):
                 break
             if is_swapped_out:
@@ -377,7 +377,7 @@ class Scheduler:
             self.cache.reserve(request, request.num_computed + length)
             self._waiting.discard(request)
             self._start_running(request)
-            promised += num_blocks + len(match.nodes) - len(request.block_ids)
+            promised += num_blocks + len(match.shared) - len(request.block_ids)
             self._advance(plan, request, length)
 
     def _queue_woken(self) -> None:
