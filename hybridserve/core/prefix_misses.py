@@ -86,7 +86,7 @@ class PrefixMisses:
             return
         yield Miss.REMAINDER, request.num_prompt - limit * size
         nodes, hit = trail.nodes[:limit], min(match.num_tokens // size, limit)
-        known = min(len(match.blocks), limit) if self._has_blocks else max(hit, _num_known(nodes))
+        known = self._num_with_kv(nodes) if self._has_blocks else max(hit, _num_known(nodes))
         yield Miss.NO_CHECKPOINT, (known - hit) * size
         place = known
         while place < limit and self._waits.has_writer(nodes[place]):
@@ -104,6 +104,9 @@ class PrefixMisses:
         yield Miss.PARTED if has_parted else Miss.NEW, (limit - place - elsewhere) * size
         self._remember_start(trail.root, nodes[0])
 
+    def _num_with_kv(self, nodes: Sequence[Node]) -> int:
+        return next((place for place, node in enumerate(nodes) if not _has_kv(node)), len(nodes))
+
     def _num_elsewhere(self, root: Node, nodes: Sequence[Node]) -> int:
         """Blocks of a path whose first is not there that are there for the base model, or for the adapter
         that last began with the same tokens."""
@@ -113,7 +116,7 @@ class PrefixMisses:
 
     def _num_there(self, root: Node, first: bytes, nodes: Sequence[Node]) -> int:
         node, count = root.children.get(first), 0
-        while node is not None and (node.block or not self._has_blocks):
+        while node is not None and (_has_kv(node) or not self._has_blocks):
             count += 1
             node = node.children.get(nodes[count].key) if count < len(nodes) else None
         return count
@@ -128,6 +131,10 @@ class PrefixMisses:
     def _tokens_of(self, node: Node) -> bytes:
         """A key without what says which adapter begins in its block."""
         return node.key[: self._size * _TOKEN_BYTES]
+
+
+def _has_kv(node: Node) -> bool:
+    return bool(node.block or node.host_block)
 
 
 def _num_known(nodes: Sequence[Node]) -> int:
