@@ -134,7 +134,7 @@ class PrefixMisses:
 
 
 def _has_kv(node: Node) -> bool:
-    return node.block > 0
+    return bool(node.block or node.host_block)
 
 
 def _num_known(nodes: Sequence[Node]) -> int:
