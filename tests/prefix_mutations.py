@@ -39,7 +39,7 @@ def blocks_alone_are_a_hit(patch: pytest.MonkeyPatch) -> None:
 
     def match(self: PrefixCache, request: Request) -> Match:
         found = plain(self, request)
-        return Match(len(found.blocks) * self._size, found.blocks, None)
+        return Match(len(found.shared) * self._size, found.shared, None)
 
     patch.setattr(PrefixCache, "match", match)
 

@@ -4,6 +4,7 @@ requests, blocks and slots; does not know budgets, queues or what makes room.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.compaction import Renaming
     from hybridserve.core.request import Request
     from hybridserve.core.slot_pool import SlotPool
 
@@ -142,18 +144,15 @@ class PrefixCache:
             del trail.nodes[void:]
         self._extend(trail, limit)
         nodes = trail.nodes[:limit]
-        blocks: list[int] = []
+        filled: tuple[Node, ...] = ()
         if self._has_blocks:
-            for node in nodes:
-                if not node.block:
-                    break
-                blocks.append(node.block)
-            del nodes[len(blocks) :]
+            filled = tuple(itertools.takewhile(lambda node: node.block, nodes))
+            del nodes[len(filled) :]
         while self._has_slots and nodes and nodes[-1].checkpoint is None:
             nodes.pop()
         if not nodes:
-            return Match(0, tuple(blocks))
-        return Match(nodes[-1].num_tokens, tuple(blocks), nodes[-1])
+            return Match(0, filled)
+        return Match(nodes[-1].num_tokens, filled, nodes[-1])
 
     def wait(self, request: Request, match: Match, step_id: int) -> bool:
         """Whether a running request is about to compute what this one needs next: then it is out of the queue
@@ -202,7 +201,7 @@ class PrefixCache:
         """A request starts in step `step_id` with what `hold` has kept for it, and a slot of its own: the
         copies that the step begins with."""
         request.num_computed = match.num_tokens
-        request.write_from = len(match.blocks) * self._size
+        request.write_from = len(match.shared) * self._size
         trail = self._trails.get(request.id)
         if trail is None:
             return ()
@@ -210,7 +209,7 @@ class PrefixCache:
         self._count(request, match)
         first = match.num_tokens // self._size
         trail.first_own = first
-        trail.num_noted = len(match.blocks) if self._has_blocks else first
+        trail.num_noted = len(match.shared) if self._has_blocks else first
         trail.turn_from = request.num_tokens
         if not request.num_preemptions:  # nobody waits behind one that was preempted
             self._waits.announce(trail, trail.nodes[first : trail.limit(self._size)])
@@ -410,6 +409,18 @@ class PrefixCache:
         while self.evict_block() or self.evict_checkpoint():
             pass
 
+    def rename(self, renaming: Renaming) -> None:
+        """Units have moved."""
+        self.index.rename_blocks(renaming.blocks)
+        for pending in self._all_pending():
+            pending.blocks = renaming.of_blocks(pending.blocks)
+        if not renaming.slots:
+            return
+        for checkpoint in self._all_checkpoints():
+            if checkpoint.slot in renaming.slots:
+                checkpoint.slot = renaming.slots[checkpoint.slot]
+                checkpoint.generation = self._slots.generation(checkpoint.slot)
+
     def _drop(self, node: Node) -> None:
         self._free_checkpoint(self.index.take_down(node))
 
@@ -427,16 +438,27 @@ class PrefixCache:
         """With those that are being written."""
         return self.index.num_checkpoints + sum(one.checkpoint is not None for one in self._all_pending())
 
+    def _all_checkpoints(self) -> Iterator[Checkpoint]:
+        """Those that are being written too."""
+        yield from self.index.checkpoints
+        for pending in self._all_pending():
+            if pending.checkpoint is not None:
+                yield pending.checkpoint
+
     @property
     def slots(self) -> list[int]:
         """Of all checkpoints, those that are being written too."""
-        pending = [one.checkpoint for one in self._all_pending() if one.checkpoint is not None]
-        return [checkpoint.slot for checkpoint in (*self.index.checkpoints, *pending)]
+        return [checkpoint.slot for checkpoint in self._all_checkpoints()]
+
+    @property
+    def pending_blocks(self) -> list[int]:
+        """Those that steps in flight, and the one that is planned, add to the tree."""
+        return [block for one in self._all_pending() for block in one.blocks]
 
     @property
     def block_references(self) -> list[int]:
         """Each block as often as the cache holds it."""
-        return [*self.index.blocks, *(block for one in self._all_pending() for block in one.blocks)]
+        return [*self.index.blocks, *self.pending_blocks]
 
     def check_integrity(self) -> None:
         self.index.check_integrity()

@@ -26,10 +26,15 @@ class Match(NamedTuple):
 
     num_tokens: int = 0
     """That need not be computed."""
-    blocks: tuple[int, ...] = ()
+    shared: tuple[Node, ...] = ()
     """With K and V; they may reach further."""
     node: Node | None = None
     """Where the tokens end."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Of `shared`, as they are called now: while room is made, they may move."""
+        return tuple([node.block for node in self.shared])
 
 
 class Cut(NamedTuple):
@@ -89,7 +94,7 @@ def plan_cuts(trail: Trail, match: Match, *, size: int, interval: int, has_block
         step = max(interval, share)
         cuts |= dict.fromkeys(range(start // step * step + step, last, step), Cause.INTERVAL)
     cuts[last] = Cause.PROMPT
-    known = len(match.blocks) if has_blocks else _num_known_to_others(nodes)
+    known = len(match.shared) if has_blocks else _num_known_to_others(nodes)
     for end in (*_partings(nodes[start // size :]), known * size):
         cuts[end] = Cause.PARTING
     return [

@@ -21,7 +21,6 @@ from hybridserve.core.plan import Share, StepPlan
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -220,6 +219,7 @@ class Scheduler:
             prefix_caching=self._prefix_caching,
             checkpoint_interval=self._checkpoint_interval,
             counters=self.cache.prefix.counters,
+            compaction_counters=self.cache.compactor.counters,
         )
         self.adapters.reset()
         self._forks.clear()
@@ -245,27 +245,31 @@ class Scheduler:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
+        self.cache.begin_step(plan)
         self._queue_woken()
         self._fork_children(plan)
-        self._schedule_running(plan)
-        self._turns.assign(plan.step_id)
-        self._admit_waiting(plan)
+        self._fill(plan)
+        if not plan.shares and self.cache.compactor.lift_bound():
+            self._fill(plan)
         if not plan.shares:
             return None
         plan.state_saves = self.cache.plan_saves(
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
         )
-        step = plan.freeze(
-            self._finished,
-            self.adapters.generation,
-            moves=UnitCopies(self.cache.blocks.take_moves(), self.cache.slots.take_moves()),
-        )
+        moves, moved = self.cache.take_moves()
+        step = plan.freeze(self._finished, self.adapters.generation, moves=moves, moved=moved)
         self._finished.clear()
         self._in_flight.append(plan)
         self._next_step_id += 1
         if self._checks:
             self.check_integrity()
         return step
+
+    def _fill(self, plan: StepPlan) -> None:
+        plan.is_starved = False
+        self._schedule_running(plan)
+        self._turns.assign(plan.step_id)
+        self._admit_waiting(plan)
 
     def _fork_children(self, plan: StepPlan) -> None:
         """Before the parents' states move on. A child that finds no room computes its prompt instead."""
@@ -330,7 +334,7 @@ class Scheduler:
                 self._waiting.discard(request)
                 continue
             num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            num_blocks -= len(match.blocks)
+            num_blocks -= len(match.shared)
             copies = self.cache.admit(request, match, promised + num_blocks, plan.step_id)
             if copies is None:
                 break
@@ -341,7 +345,7 @@ class Scheduler:
             self.cache.reserve(request, request.num_computed + length)
             self._waiting.discard(request)
             self._start_running(request)
-            promised += num_blocks + len(match.blocks) - len(request.block_ids)
+            promised += num_blocks + len(match.shared) - len(request.block_ids)
             self._advance(plan, request, length)
 
     def _queue_woken(self) -> None:
