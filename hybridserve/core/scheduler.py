@@ -18,6 +18,7 @@ from hybridserve.core.fair_queue import FairQueue
 from hybridserve.core.forks import Forks
 from hybridserve.core.limits import Limits
 from hybridserve.core.plan import Share, StepPlan
+from hybridserve.core.prefix_trails import Match
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
@@ -333,9 +334,12 @@ class Scheduler:
             if prefix.wait(request, match, plan.step_id):
                 self._waiting.discard(request)
                 continue
-            num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            num_blocks -= len(match.shared)
+            num_tokens = min(request.num_tokens + 1, request.max_computed)
+            num_blocks = self.layout.blocks_for(num_tokens) - len(match.shared)
             copies = self.cache.admit(request, match, promised + num_blocks, plan.step_id)
+            if copies is None and match.node is not None:  # the checkpoint may be in the way of its own slot
+                match, num_blocks = Match(), num_blocks + len(match.shared)
+                copies = self.cache.admit(request, match, promised + num_blocks, plan.step_id)
             if copies is None:
                 break
             plan.state_copies += copies
