@@ -101,7 +101,7 @@ def computed(name: str, num_tokens: int) -> Request:
     return Request(name, [1] * num_tokens, SamplingParams(), num_computed=num_tokens)
 
 
-def half_empty(num_requests: int = 6, slots_per_slab: int = 2) -> tuple[CacheManager, list[Request]]:
+def half_empty(num_requests: int = 8, slots_per_slab: int = 2) -> tuple[CacheManager, list[Request]]:
     """Slot slabs of two, in each of which one is left; no slab is free."""
     cache = CacheManager(toy_layout(num_requests // 2 + 3, slots_per_slab=slots_per_slab))
     requests = [computed(f"r{index}", 1) for index in range(num_requests)]
@@ -112,18 +112,19 @@ def half_empty(num_requests: int = 6, slots_per_slab: int = 2) -> tuple[CacheMan
 
 def test_whoever_holds_something_is_told() -> None:
     cache, requests = half_empty()
-    for one in requests[::2]:
-        cache.release(one)
+    for gone in requests[::2]:
+        cache.release(gone)
     live = requests[1::2]
     live[0].last_step = 7  # a step in flight writes it
     cache.release(gone := live.pop(0))
     plan = StepPlan(8, 100)
     cache.begin_step(plan)
-    plan.state_copies = [UnitCopy(live[0].state_slot, live[1].state_slot)]
-    plan.state_swaps_in = [UnitCopy(live[0].state_slot, live[1].state_slot)]
+    one, two, three = live
+    plan.state_copies = [UnitCopy(one.state_slot, two.state_slot), UnitCopy(one.state_slot, three.state_slot)]
+    plan.state_swaps_in = [UnitCopy(99, one.state_slot), UnitCopy(98, two.state_slot)]
     held = {one.id: one.state_slot for one in live}
     waits = cache._deferred[7][0].slot
-    assert cache.make_room(cache.blocks.num_free + 1, 0)
+    assert cache.make_room(cache.blocks.num_free + cache.layout.blocks_per_slab + 1, 0)
     moves, moved = cache.take_moves()
     assert set(moved) == {one.id for one in live if one.state_slot != held[one.id]}
     renamed = {copy.source: copy.destination for copy in moves.slots}
@@ -133,8 +134,8 @@ def test_whoever_holds_something_is_told() -> None:
     }
     assert cache._deferred[7][0].slot == renamed.get(waits, waits)
     assert cache._deferred[7][0].owner == gone.id
-    assert plan.state_copies == [UnitCopy(live[0].state_slot, live[1].state_slot)]
-    assert plan.state_swaps_in == [UnitCopy(held[live[0].id], live[1].state_slot)]
+    assert plan.state_copies == [(one.state_slot, two.state_slot), (one.state_slot, three.state_slot)]
+    assert plan.state_swaps_in == [(99, one.state_slot), (98, two.state_slot)]
     cache.check_integrity(live)
     cache.step_finished(7)
     cache.check_integrity(live)
@@ -155,19 +156,23 @@ def one_slab_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "MAX_BYTES", 1)
 
 
-def scattered(depth: int, *, num_tokens: int = 60, **limits: Any) -> ScriptedEngine:
-    """Six slabs: four with one slot each of two in use, two with four blocks of ten; four sequences decode."""
-    e = ScriptedEngine(toy_layout(7, slots_per_slab=2), depth, max_num_batched_tokens=64, **limits)
-    for index in range(8):
+def scattered(depth: int, *, num_tokens: int, num_live: int = 4) -> ScriptedEngine:
+    """`num_live` sequences decode. Each of their slots is alone in a slab of two, and their blocks are in as
+    many slabs as it takes to hold twice as many; no slab is free."""
+    num_slabs = 1 + num_live + -(-2 * num_live // 5)
+    e = ScriptedEngine(
+        toy_layout(num_slabs, slots_per_slab=2), depth, max_num_batched_tokens=64, max_num_seqs=2 * num_live
+    )
+    for index in range(2 * num_live):
         e.add(f"r{index}", [index, 1], max_tokens=num_tokens, ignore_eos=True)
     e.step()
     e.step()
-    for index in range(0, 8, 2):
+    for index in range(0, 2 * num_live, 2):
         e.abort(f"r{index}")
     e.step()
     e.step()
     usage = e.scheduler.cache.usage()
-    assert (usage.num_slot_slabs, usage.num_slots, usage.num_slabs) == (4, 4, 6)
+    assert (usage.num_slot_slabs, usage.num_slots, usage.num_slabs) == (num_live, num_live, num_slabs - 1)
     return e
 
 
@@ -212,7 +217,7 @@ def test_slots_are_had_from_slabs_of_scattered_blocks(depth: int) -> None:
         e.add(f"late{index}", [index], max_tokens=1, ignore_eos=True)
     e.run()
     assert e.scheduler.counters.num_preemptions == 0
-    assert max(len(step.sequences) for step in e.steps) == 5  # two slabs of blocks, three of slots
+    assert max(len(step.sequences) for step in e.steps) == 6
     assert any(step.moves.blocks for step in e.steps)
     e.check_outputs()
     e.check_drained()
@@ -221,11 +226,10 @@ def test_slots_are_had_from_slabs_of_scattered_blocks(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.usefixtures("one_slab_a_step")
 def test_a_step_moves_no_more_than_the_bound(depth: int) -> None:
-    """A request that takes more waits for the next step, and nobody is preempted for it meanwhile."""
-    e = scattered(depth, num_tokens=18)
-    late = e.add("late", list(range(19)), max_tokens=1, ignore_eos=True)
+    """A request that takes more waits for the next step."""
+    e = scattered(depth, num_tokens=6, num_live=6)
+    e.add("late", list(range(34)), max_tokens=1, ignore_eos=True)
     e.run()
-    assert e.scheduler.counters.num_preemptions == late.num_preemptions == 0
     moves = [len(step.moves.slots) for step in e.steps]
     assert max(moves) == 1
     assert sum(moves) == e.scheduler.cache.compactor.counters.num_compacted_slabs == 2
@@ -233,12 +237,27 @@ def test_a_step_moves_no_more_than_the_bound(depth: int) -> None:
     e.check_drained()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.usefixtures("one_slab_a_step")
+def test_nobody_is_preempted_for_what_the_next_step_moves(depth: int) -> None:
+    e = scattered(depth, num_tokens=12, num_live=12)  # all need a block at once, and a slab holds five
+    e.run()
+    assert e.scheduler.counters.num_preemptions == 0
+    assert max(len(step.moves.slots) for step in e.steps) == 1
+    e.check_outputs()
+    e.check_drained()
+
+
 def scattered_checkpoints() -> ScriptedEngine:
-    """Nothing runs; four slabs with one checkpoint each, and one checkpoint of two is gone."""
+    """Nothing runs; six slabs with a checkpoint each, where there were two."""
     e = ScriptedEngine(
-        toy_layout(10, slots_per_slab=2), prefix_caching=True, max_num_batched_tokens=200, max_model_len=110
+        toy_layout(20, slots_per_slab=2),
+        prefix_caching=True,
+        max_num_seqs=12,
+        max_num_batched_tokens=400,
+        max_model_len=400,
     )
-    for index in range(8):
+    for index in range(12):
         e.add(f"r{index}", [index, 1, 1, 1, 1], max_tokens=1, ignore_eos=True)
     e.run()
     prefix = e.scheduler.cache.prefix
@@ -248,7 +267,7 @@ def scattered_checkpoints() -> ScriptedEngine:
         if slab in by_slab:
             prefix._drop(node)
         by_slab[slab] = node
-    assert e.scheduler.cache.usage().num_checkpoints == len(by_slab) == 4
+    assert e.scheduler.cache.usage().num_checkpoints == len(by_slab) == 6
     return e
 
 
@@ -270,10 +289,11 @@ def test_no_prefix_goes_while_units_that_are_open_would_do() -> None:
     assert step is not None
     assert len(step.moves.slots) == 1
     assert (prefix.counters.num_evicted_blocks, prefix.counters.num_evicted_checkpoints) == before
-    for index in range(8):
+    e.abort("late")
+    for index in range(12):
         e.add(f"again{index}", [index, 1, 1, 1, 1, 2], max_tokens=1, ignore_eos=True)
-    e.run()
-    assert sum(e.requests[f"again{index}"].num_cached for index in range(8)) == 4 * 4
+        e.run()
+    assert sum(e.requests[f"again{index}"].num_cached for index in range(12)) == 6 * 4
     e.check_outputs()
     e.check_drained()
 
@@ -292,16 +312,19 @@ def test_planning_goes_on_where_nothing_else_can_run() -> None:
     e.check_drained()
 
 
-@pytest.mark.parametrize("kind", ["state", "hybrid"])
-def test_a_checkpoint_is_not_in_the_way_of_its_own_slot(kind: str) -> None:
+def test_a_checkpoint_is_not_in_the_way_of_its_slot() -> None:
     """A match needs a slot besides the checkpoint's. Where there is no other, it is not used."""
-    layout = toy_layout(2 if kind == "state" else 3, kind=kind)
-    e = ScriptedEngine(layout, prefix_caching=True, max_model_len=14)
+    e = ScriptedEngine(toy_layout(3, kind="state"), prefix_caching=True)
     prompt = list(range(9))
-    e.add("a", prompt, max_tokens=2, ignore_eos=True)
+    e.add("a", prompt, max_tokens=1, ignore_eos=True)
     e.run()
-    assert e.scheduler.cache.prefix.num_checkpoints <= 1
-    e.add("b", prompt, max_tokens=2, ignore_eos=True)
+    assert e.scheduler.cache.prefix.num_checkpoints == 1
+    e.add("long", [1, 2], max_tokens=20, ignore_eos=True)
+    e.step()
+    e.add("b", prompt, max_tokens=1, ignore_eos=True)
+    step = e.step()
+    assert step is not None
+    assert [sequence.request_id for sequence in step.sequences] == ["long", "b"]
     e.run()
     e.check_outputs()
     e.check_drained()
@@ -398,11 +421,8 @@ def _a_match_is_held_come_what_may(patch: pytest.MonkeyPatch) -> None:
         (_what_is_evictable_goes_first, test_no_prefix_goes_while_units_that_are_open_would_do),
         (_a_bound_is_a_bound, test_planning_goes_on_where_nothing_else_can_run),
         (_moves_have_no_bound, lambda: test_a_step_moves_no_more_than_the_bound(1)),
-        (_bounded_is_short, lambda: test_a_step_moves_no_more_than_the_bound(1)),
-        (
-            _a_match_is_held_come_what_may,
-            lambda: test_a_checkpoint_is_not_in_the_way_of_its_own_slot("state"),
-        ),
+        (_bounded_is_short, lambda: test_nobody_is_preempted_for_what_the_next_step_moves(1)),
+        (_a_match_is_held_come_what_may, test_a_checkpoint_is_not_in_the_way_of_its_slot),
     ],
 )
 def test_it_is_seen(
