@@ -375,8 +375,15 @@ class Scheduler:
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
-        needed, running = self.cache.blocks_needed, self._running
-        return sum(needed(request, min(request.num_tokens, request.max_computed)) for request in running)
+        if not self.layout.blocks_per_slab:
+            return 0
+        size, num_promised = self.layout.block_size, 0
+        for request in self._running:  # a hot path
+            num_held = len(request.block_ids)
+            num_lacking = min(request.num_tokens, request.max_computed) - num_held * size
+            if num_lacking > 0:
+                num_promised += -(-num_lacking // size)
+        return num_promised
 
     def _advance(self, plan: StepPlan, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""

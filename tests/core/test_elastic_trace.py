@@ -272,5 +272,4 @@ def _only_blocks_count_as_coming(patch: pytest.MonkeyPatch) -> None:
 def test_the_trace_sees(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, IntegrityError, KeyError)):
-        for seed in range(4):
-            run_trace(seed, 120)
+        [run_trace(seed, 120) for seed in range(4)]
