@@ -1,5 +1,5 @@
-"""What each sequence holds of the arena, and what is kept for later ones. Knows blocks, slots and steps in
-flight; does not know budgets or policies."""
+"""What each sequence holds of the arena and of the host's memory, and what is kept for later ones. Knows
+blocks, slots and steps in flight; does not know budgets or policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.block_pool import BlockPool
 from hybridserve.core.compaction import Compactor
-from hybridserve.core.prefix_cache import OWNER, PrefixCache
+from hybridserve.core.host_tier import OWNER, HostTier
+from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.slabs import IntegrityError, SlabAllocator
 from hybridserve.core.slot_pool import SlotPool
 from hybridserve.core.step import UnitCopy
@@ -78,19 +79,24 @@ class CacheManager:
         self,
         layout: CacheLayout,
         *,
+        num_host_slabs: int = 0,
         prefix_caching: bool = False,
         checkpoint_interval: int = 0,
         counters: PrefixCounters | None = None,
         compaction_counters: CompactionCounters | None = None,
     ) -> None:
+        if layout.num_slabs < 2:
+            raise ValueError(f"num_slabs: {layout.num_slabs} leaves nothing beside the null slab")
         self.layout = layout
         self.slabs = SlabAllocator(layout.num_slabs)
         self.blocks = BlockPool(self.slabs, layout.blocks_per_slab)
         self.slots = SlotPool(self.slabs, layout.slots_per_slab)
+        self.host = HostTier(layout, num_host_slabs)
         self.prefix = PrefixCache(
             layout,
             self.blocks,
             self.slots,
+            self.host,
             enabled=prefix_caching,
             checkpoint_interval=checkpoint_interval,
             counters=counters,
@@ -179,21 +185,47 @@ class CacheManager:
         moved, self._moved = tuple(self._moved), {}
         return self.compactor.take_moves(), moved
 
-    def admit(
-        self, request: Request, match: Match, num_blocks: int, step_id: int
-    ) -> tuple[UnitCopy, ...] | None:
-        """Let a waiting request start in step `step_id` with what was matched, if `num_blocks` more blocks
-        and a slot could be had; None, and nothing has changed but what was evicted, where not."""
+    def admit(self, request: Request, match: Match, num_blocks: int, plan: StepPlan) -> bool:
+        """Let a waiting request start, or go on, in the step that is planned with what was matched, if
+        `num_blocks` more blocks and a slot could be had; False, and nothing has changed but what was evicted,
+        where not."""
         prefix = self.prefix
         prefix.hold(match)
         if not self.make_room(num_blocks, 1):
             prefix.let_go(match)
-            return None
+            return False
         self._holders[request] = None
         request.block_ids = match.blocks
-        if self.layout.slots_per_slab:
-            request.state_slot = self.slots.allocate(request.id) or 0
-        return prefix.begin(request, match, step_id)
+        self.reserve(request, max(match.num_tokens, len(match.shared) * self.layout.block_size))
+        if request.is_swapped_out:
+            self._swap_in(request, match, plan)
+        else:
+            prefix.begin(request, match, plan)
+        return True
+
+    def swap_out(self, request: Request) -> int:
+        """Plan to copy what `request` has computed to the host's memory, before it is released: the bytes of
+        it; 0 where there is no room."""
+        blocks = request.block_ids[: self.layout.blocks_for(request.num_computed)]
+        slot = request.state_slot
+        sources = [self.blocks.origin(block) for block in blocks]
+        if not self.host.swap_out(request, sources, slot and self.slots.origin(slot)):
+            return 0
+        return self.swapped_bytes(request)
+
+    def swapped_bytes(self, request: Request) -> int:
+        """K and V of what `request` has computed, and its state."""
+        num_blocks = self.layout.blocks_for(request.num_computed)
+        return num_blocks * self.layout.block_stride + self.layout.slot_stride
+
+    def _swap_in(self, request: Request, match: Match, plan: StepPlan) -> None:
+        """Of what `request` needs, K and V of `match` are there already, in blocks that it shares."""
+        pairs = zip(request.host_block_ids, request.block_ids, strict=True)
+        plan.block_swaps_in += [UnitCopy(*pair) for pair in pairs][len(match.shared) :]
+        if request.host_slot:
+            plan.state_swaps_in.append(UnitCopy(request.host_slot, request.state_slot))
+        self.host.release(request, plan.step_id)
+        self.prefix.go_on(request, match)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Give `request` blocks for its first `num_tokens` tokens, and a slot; or nothing (False)."""
@@ -242,6 +274,7 @@ class CacheManager:
         """Nothing up to and including this step runs any more."""
         self.finished_step = step_id
         self.prefix.step_finished(step_id)
+        self.host.step_finished(step_id)
         for step in [step for step in self._deferred if step <= step_id]:
             for held in self._deferred.pop(step):
                 self._free(held)
@@ -341,6 +374,7 @@ class CacheManager:
                 raise IntegrityError(f"slot {slot} holds a checkpoint and is held by {owners[slot]!r}")
             owners[slot] = OWNER
         self.prefix.check_integrity()
+        self.prefix.hosted.check_integrity(requests)
         self.slabs.check_integrity()
         self.blocks.check_integrity(references)
         self.slots.check_integrity(owners)

@@ -27,8 +27,8 @@ class SlabAllocator:
     """Hands out slabs 1 .. num_slabs - 1; slab 0 is the null slab (D8). A slab serves one pool at a time."""
 
     def __init__(self, num_slabs: int) -> None:
-        if num_slabs < 2:
-            raise ValueError(f"num_slabs: {num_slabs} leaves nothing beside the null slab")
+        if num_slabs < 1:
+            raise ValueError(f"num_slabs: {num_slabs} leaves no room for the null slab")
         self.num_slabs = num_slabs
         # Slabs from here on were never used; on a CPU the system has not committed their pages yet.
         self._fresh = 1

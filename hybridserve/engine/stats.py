@@ -41,6 +41,11 @@ class EngineStats:
             "num_generated_tokens": self.num_generated_tokens,
             "num_not_finite": self.num_not_finite,
             "num_preemptions": scheduler.counters.num_preemptions,
+            "num_swaps_out": scheduler.counters.num_swaps_out,
+            "num_swaps_in": scheduler.counters.num_swaps_in,
+            "num_swap_bytes": scheduler.counters.num_swap_bytes,
+            "num_recomputed_instead": scheduler.counters.num_recomputed_instead,
+            "num_swapped_out": scheduler.cache.host.num_sequences,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
@@ -48,6 +53,7 @@ class EngineStats:
             "cache_utilisation": usage.utilisation,
             **{f"cache_bytes_{kind}": size for kind, size in scheduler.cache.bytes_by_kind().items()},
             **asdict(scheduler.cache.compactor.counters),
+            **{f"host_bytes_{kind}": size for kind, size in scheduler.cache.host.bytes_by_kind().items()},
             **_of_prefixes(scheduler.cache.prefix.counters),
         }
 

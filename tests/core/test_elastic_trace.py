@@ -94,8 +94,8 @@ class Witness:
             slots.add(request.state_slot)
         if self._match is not None:
             blocks |= set(self._match.blocks)
-            if self._match.node is not None and self._match.node.checkpoint is not None:
-                slots.add(self._match.node.checkpoint.slot)
+            checkpoint = self._match.node.checkpoint if self._match.node is not None else None
+            slots.add(checkpoint.slot if checkpoint and not checkpoint.is_hosted else 0)
         if in_flight:
             for group in cache._deferred.values():
                 for held in group:
@@ -104,7 +104,9 @@ class Witness:
             for pending in prefix._all_pending():
                 blocks |= set(pending.blocks)
                 slots.add(pending.checkpoint.slot if pending.checkpoint else 0)
-            slots |= {checkpoint.slot for group in prefix._reading.values() for checkpoint, _ in group}
+            for match in (match for group in prefix._reading.values() for match in group):
+                checkpoint = match.node.checkpoint
+                slots.add(checkpoint.slot if checkpoint and not checkpoint.is_hosted else 0)
         for block in list(blocks):  # a block below needs those above it
             node = prefix.index._by_block.get(block)
             while node is not None:
@@ -135,6 +137,8 @@ def run_trace(
     num_slabs: int = 20,
     depth: int = 2,
     caching: bool = True,
+    num_host_slabs: int = 0,
+    preemption: str = "auto",
     look: Callable[[ScriptedEngine, Witness], None] | None = None,
 ) -> ScriptedEngine:
     """Many short sequences come for a while, then a few long ones, and so on."""
@@ -146,6 +150,9 @@ def run_trace(
         max_num_batched_tokens=160,
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=caching,
+        num_host_slabs=num_host_slabs,
+        preemption=preemption,
+        swap_bytes_per_token=100,
         checkpoint_interval=rng.choice([0, 16, 40]),
     )
     witness = Witness(engine)
@@ -185,16 +192,25 @@ def run_trace(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("caching", [True, False])
-def test_nobody_waits_for_memory_that_is_there(layout: str, caching: bool) -> None:
+@pytest.mark.parametrize("num_host_slabs", [0, 6])
+def test_nobody_waits_for_memory_that_is_there(layout: str, caching: bool, num_host_slabs: int) -> None:
     def look(engine: ScriptedEngine, witness: Witness) -> None:
-        counters = engine.scheduler.cache.compactor.counters
-        assert counters.num_compacted_slabs
-        assert counters.num_moved_bytes
+        scheduler = engine.scheduler
+        assert scheduler.cache.compactor.counters.num_compacted_slabs
+        assert scheduler.cache.compactor.counters.num_moved_bytes
         assert witness.num_refusals  # it was short indeed
+        assert bool(scheduler.counters.num_swaps_out) == (num_host_slabs > 0)
 
-    num_slabs = 9 if layout == "six" else 20
-    for seed in range(2):
-        run_trace(seed, 120, layout=layout, num_slabs=num_slabs, caching=caching, look=look)
+    run_trace(
+        1,
+        120,
+        layout=layout,
+        num_slabs=9 if layout == "six" else 20,
+        caching=caching,
+        num_host_slabs=num_host_slabs,
+        preemption="swap" if num_host_slabs else "recompute",
+        look=look,
+    )
 
 
 @pytest.mark.slow
@@ -203,8 +219,17 @@ def test_nobody_waits_for_memory_that_is_there(layout: str, caching: bool) -> No
 @pytest.mark.parametrize("caching", [True, False])
 def test_nobody_waits_for_memory_that_is_there_for_long(layout: str, depth: int, caching: bool) -> None:
     for seed in range(100, 106):
-        num_slabs = random.Random(seed).randint(8, 20)
-        run_trace(seed, 600, layout=layout, num_slabs=num_slabs, depth=depth, caching=caching)
+        rng = random.Random(seed)
+        run_trace(
+            seed,
+            600,
+            layout=layout,
+            num_slabs=rng.randint(8, 20),
+            depth=depth,
+            caching=caching,
+            num_host_slabs=rng.choice([0, 3, 20]),
+            preemption=rng.choice(["auto", "swap", "recompute"]),
+        )
 
 
 def _checkpoints_stay_where_they_were(patch: pytest.MonkeyPatch) -> None:

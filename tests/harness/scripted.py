@@ -293,6 +293,7 @@ class ScriptedEngine:
 
     def _written(self, step: ScheduledStep) -> dict[str, set[tuple[str, int]]]:
         written: dict[str, set[tuple[str, int]]] = {}
+        swapped_in = {copy.destination for copy in step.swaps_in.blocks}
         for sequence in step.sequences:
             end, size = sequence.start + sequence.length, self.layout.block_size
             units: set[tuple[str, int]] = set()
@@ -301,6 +302,7 @@ class ScriptedEngine:
                 first = max(sequence.start, sequence.write_from) // size
                 touched = sequence.block_ids[first : -(-end // size)]
                 units |= {("block", block) for block in touched}
+                units |= {("block", block) for block in sequence.block_ids if block in swapped_in}
             if self.layout.slots_per_slab:
                 units.add(("slot", sequence.state_slot))
             written[sequence.request_id] = units
@@ -310,7 +312,8 @@ class ScriptedEngine:
     def check_drained(self) -> None:
         self.scheduler.cache.prefix.clear()
         self.scheduler.check_integrity()
-        usage = self.scheduler.cache.usage()
+        usage, host = self.scheduler.cache.usage(), self.scheduler.cache.host
+        assert (host.slabs.num_free, host.num_sequences) == (host.slabs.num_usable, 0)
         assert (usage.num_blocks, usage.num_slots, usage.num_slabs, usage.num_bytes) == (0, 0, 0, 0)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert not self.scheduler.waiting_for_adapters
