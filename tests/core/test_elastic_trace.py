@@ -17,6 +17,7 @@ from hybridserve.core.cache_manager import CacheManager
 from hybridserve.core.compaction import Renaming
 from hybridserve.core.plan import StepPlan
 from hybridserve.core.prefix_cache import PrefixCache
+from hybridserve.core.prefix_trails import Match
 from hybridserve.core.slabs import IntegrityError, UnitPool
 from tests.harness.scripted import ScriptedEngine, toy_layout
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridserve.core.cache_spec import CacheLayout
-    from hybridserve.core.prefix_trails import Match
 
 MAX_MODEL_LEN = 250
 LAYOUTS = {"two": (2, 1), "six": (2, 3)}
@@ -270,6 +270,18 @@ def _references_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "_rename", lambda self, unit, new: self._references.setdefault(new, 1))
 
 
+def _hits_are_called_what_they_were(patch: pytest.MonkeyPatch) -> None:
+    """While room is made for the rest, what was found moves (F040)."""
+    found: list[tuple[Match, tuple[int, ...]]] = []
+
+    def blocks(self: Match) -> tuple[int, ...]:
+        if not found or found[-1][0] is not self:
+            found.append((self, tuple(node.block for node in self.shared)))
+        return found[-1][1]
+
+    patch.setattr(Match, "blocks", property(blocks))
+
+
 def _only_empty_slabs_change_their_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheManager, "_compact", lambda self, num_blocks, num_slots: False)
 
@@ -290,6 +302,7 @@ def _only_blocks_count_as_coming(patch: pytest.MonkeyPatch) -> None:
         _the_plan_copies_from_where_it_was,
         _units_move_within_their_slab,
         _references_stay,
+        _hits_are_called_what_they_were,
         _only_empty_slabs_change_their_use,
         _only_blocks_count_as_coming,
     ],
