@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.block_pool import BlockPool
+from hybridserve.core.compaction import Compactor
 from hybridserve.core.host_tier import OWNER, HostTier
 from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.slabs import IntegrityError, SlabAllocator
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.compaction import CompactionCounters, Renaming
     from hybridserve.core.plan import StepPlan
     from hybridserve.core.prefix_cache import PrefixCounters
     from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
+    from hybridserve.core.step import UnitCopies
 
 
 class ForkCopies(NamedTuple):
@@ -66,7 +69,10 @@ class CacheManager:
     """Gives sequences blocks and slots, all or nothing, and takes them back once no step can write them (D5).
 
     Only blocks that are not full are written, and a fork copies such a one: shared blocks are read-only. What
-    the prefix cache holds, and nobody else, is evicted when there is no other room.
+    the prefix cache holds, and nobody else, is evicted when there is no other room; what is left is moved
+    together where a slab of the other kind is needed. So while room is made, units change their numbers:
+    those of requests, of the prefix cache, and of the plan that `begin_step` named. Whoever keeps a number
+    besides asks again afterwards.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class CacheManager:
         prefix_caching: bool = False,
         checkpoint_interval: int = 0,
         counters: PrefixCounters | None = None,
+        compaction_counters: CompactionCounters | None = None,
     ) -> None:
         if layout.num_slabs < 2:
             raise ValueError(f"num_slabs: {layout.num_slabs} leaves nothing beside the null slab")
@@ -94,8 +101,12 @@ class CacheManager:
             checkpoint_interval=checkpoint_interval,
             counters=counters,
         )
+        self.compactor = Compactor(layout, self.blocks, self.slots, compaction_counters)
         self.finished_step = -1
         self._deferred: dict[int, list[_Deferred]] = {}
+        self._holders: dict[Request, None] = {}  # requests that have memory
+        self._plan: StepPlan | None = None
+        self._moved: dict[str, None] = {}
 
     def blocks_needed(self, request: Request, num_tokens: int) -> int:
         """Blocks that `request` lacks to hold `num_tokens` tokens."""
@@ -112,15 +123,24 @@ class CacheManager:
         return slabs <= self.slabs.num_free
 
     def make_room(self, num_blocks: int, num_slots: int) -> bool:
-        """`fits`, after evicting as little as that takes; nothing goes where all would not be enough."""
+        """`fits`, after evicting as little as that takes, and moving what is left together; nothing is lost
+        where all would not be enough. False as well where it takes more moves than a step may make."""
         if self.fits(num_blocks, num_slots):
             return True
-        if not self._could_fit(num_blocks, num_slots):
+        index = self.prefix.index
+        blocks, slots = num_blocks - index.num_evictable_blocks, num_slots - index.num_evictable_slots
+        if self._num_spare(blocks, slots) < 0:
             return False
-        while not self.fits(num_blocks, num_slots):
+        while self._num_spare(num_blocks, num_slots) < 0:
             if not self._evict(wants_block=num_blocks > self.blocks.num_open):
                 return False
-        return True
+        return self.fits(num_blocks, num_slots) or self._compact(num_blocks, num_slots)
+
+    def _num_spare(self, num_blocks: int, num_slots: int) -> int:
+        """Slabs that would be empty if so many units more were in use and all lay together; below 0, those
+        that are missing. What is evictable can be had by taking it off."""
+        spare = self.blocks.slabs_to_spare(num_blocks) + self.slots.slabs_to_spare(num_slots)
+        return self.slabs.num_free + spare
 
     def _evict(self, *, wants_block: bool) -> bool:
         """Blocks that save nothing, then units of the kind that is missing, then of the other: they may empty
@@ -130,17 +150,40 @@ class CacheManager:
             return prefix.evict_block() or prefix.evict_checkpoint()
         return prefix.evict_checkpoint() or prefix.evict_block()
 
-    def _could_fit(self, num_blocks: int, num_slots: int) -> bool:
-        """False where so many units could not be had if all that is evictable went, wherever it lies."""
-        index = self.prefix.index
-        room = self.slabs.num_free
-        for pool, num_evictable, wanted in (
-            (self.blocks, index.num_evictable_blocks, num_blocks),
-            (self.slots, index.num_evictable_slots, num_slots),
-        ):
-            if size := pool.units_per_slab:
-                room += (pool.num_open + num_evictable - wanted) // size
-        return room >= 0
+    def _compact(self, num_blocks: int, num_slots: int) -> bool:
+        """Empty the slabs that are missing, which is possible, and tell whoever holds something of them."""
+        missing = self.blocks.slabs_needed(num_blocks) - self.slabs.num_free
+        if self.layout.slots_per_slab:
+            missing += self.slots.slabs_needed(num_slots)
+        renaming = self.compactor.empty_slabs(missing, num_blocks, num_slots)
+        if renaming.blocks or renaming.slots:
+            self._rename(renaming)
+        return self.fits(num_blocks, num_slots)
+
+    def _rename(self, renaming: Renaming) -> None:
+        for request in self._holders:
+            blocks, slot = renaming.of_blocks(request.block_ids), renaming.of_slot(request.state_slot)
+            if blocks is not request.block_ids or slot != request.state_slot:
+                request.block_ids, request.state_slot = blocks, slot
+                self._moved[request.id] = None
+        for group in self._deferred.values():
+            group[:] = [
+                _Deferred(renaming.of_blocks(blocks), renaming.of_slot(slot), owner)
+                for blocks, slot, owner in group
+            ]
+        self.prefix.rename(renaming)
+        if self._plan is not None:
+            self._plan.rename(renaming)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """From now on it is this plan whose copies are about units that may move."""
+        self._plan = plan
+        self.compactor.is_held_up = False
+
+    def take_moves(self) -> tuple[UnitCopies, tuple[str, ...]]:
+        """For the step that is frozen: its moves, and the ids of the requests whose memory they move."""
+        moved, self._moved = tuple(self._moved), {}
+        return self.compactor.take_moves(), moved
 
     def admit(self, request: Request, match: Match, num_blocks: int, plan: StepPlan) -> bool:
         """Let a waiting request start, or go on, in the step that is planned with what was matched, if
@@ -151,6 +194,7 @@ class CacheManager:
         if not self.make_room(num_blocks, 1):
             prefix.let_go(match)
             return False
+        self._holders[request] = None
         request.block_ids = match.blocks
         self.reserve(request, max(match.num_tokens, len(match.shared) * self.layout.block_size))
         if request.is_swapped_out:
@@ -191,6 +235,7 @@ class CacheManager:
             return True
         if not self.make_room(num_blocks, int(needs_slot)):
             return False
+        self._holders[request] = None
         if num_blocks:
             request.block_ids += self.blocks.allocate(num_blocks) or ()
         if needs_slot:
@@ -201,6 +246,7 @@ class CacheManager:
         """Take back all that `request` holds: at once, or when the newest step with it has finished."""
         if not request.block_ids and not request.state_slot:
             return
+        del self._holders[request]
         held = _Deferred(request.block_ids, request.state_slot, request.id)
         request.block_ids, request.state_slot, request.write_from = (), 0, 0
         if request.last_step > self.finished_step:
@@ -239,15 +285,18 @@ class CacheManager:
             self.slots.free(held.slot, held.owner)
 
     def is_short_of(self, num_blocks: int) -> bool:
-        """Whether `num_blocks` could not be had even after the steps in flight have finished."""
+        """Whether `num_blocks` could not be had, wherever they lie, even after the steps in flight have
+        finished: then somebody has to give something up."""
         deferred = [held for group in self._deferred.values() for held in group]
-        coming = sum(len(held.blocks) for held in deferred) + self.prefix.index.num_evictable_blocks
-        num_blocks -= self.blocks.num_free + coming
-        if num_blocks <= 0 or not self.slots.units_per_slab:
-            return num_blocks > 0
-        slots = [*self.prefix.slots, *(held.slot for held in deferred if held.slot)]
-        slabs = self.slots.slabs_used_by(slots)
-        return num_blocks > slabs * self.blocks.units_per_slab
+        transient = Counter(self.prefix.pending_blocks)
+        for held in deferred:
+            transient.update(held.blocks)
+        index, num_references = self.prefix.index, self.blocks.num_references
+        # Nobody will hold those but perhaps the tree.
+        left = [unit for unit, count in transient.items() if num_references(unit) == count + (unit in index)]
+        coming = index.num_evictable_without(left) + sum(unit not in index for unit in left)
+        num_slots = self.prefix.num_checkpoints + sum(held.slot > 0 for held in deferred)
+        return self._num_spare(num_blocks - coming, -num_slots) < 0
 
     def fork(self, parent: Request, child: Request) -> ForkCopies | None:
         """Let `child`, which holds nothing, continue from what `parent` has computed; None changes nothing.
@@ -260,6 +309,7 @@ class CacheManager:
             return None
         state: tuple[UnitCopy, ...] = ()
         blocks: tuple[UnitCopy, ...] = ()
+        self._holders[child] = None
         child.num_computed = parent.num_computed
         self.prefix.forked(child)
         if has_blocks:
@@ -316,6 +366,8 @@ class CacheManager:
                 if slot in owners:
                     raise IntegrityError(f"slot {slot} is held by {owners[slot]!r} and {owner!r}")
                 owners[slot] = owner
+        if {request for request in requests if request.block_ids or request.state_slot} != set(self._holders):
+            raise IntegrityError("a request has memory that it would not be told of when it moves")
         references.update(self.prefix.block_references)
         for slot in self.prefix.slots:
             if slot in owners:

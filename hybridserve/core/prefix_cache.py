@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.compaction import Renaming
     from hybridserve.core.host_tier import HostTier
     from hybridserve.core.plan import StepPlan
     from hybridserve.core.request import Request
@@ -500,6 +501,18 @@ class PrefixCache:
             pass
         self._host.clear()
 
+    def rename(self, renaming: Renaming) -> None:
+        """Units have moved."""
+        self.index.rename_blocks(renaming.blocks)
+        for pending in self._all_pending():
+            pending.blocks = renaming.of_blocks(pending.blocks)
+        if not renaming.slots:
+            return
+        for checkpoint in self._all_checkpoints():
+            if checkpoint.slot in renaming.slots:
+                checkpoint.slot = renaming.slots[checkpoint.slot]
+                checkpoint.generation = self._slots.generation(checkpoint.slot)
+
     def _drop(self, node: Node) -> None:
         self._free_checkpoint(self.index.take_down(node))
 
@@ -520,16 +533,27 @@ class PrefixCache:
         """In the arena, with those that are being written."""
         return self.index.num_checkpoints + sum(one.checkpoint is not None for one in self._all_pending())
 
+    def _all_checkpoints(self) -> Iterator[Checkpoint]:
+        """In the arena, those that are being written too."""
+        yield from (checkpoint for checkpoint in self.index.checkpoints if not checkpoint.is_hosted)
+        for pending in self._all_pending():
+            if pending.checkpoint is not None:
+                yield pending.checkpoint
+
     @property
     def slots(self) -> list[int]:
         """Of all checkpoints in the arena, those that are being written too."""
-        pending = [one.checkpoint for one in self._all_pending() if one.checkpoint is not None]
-        return [one.slot for one in (*self.index.checkpoints, *pending) if not one.is_hosted]
+        return [checkpoint.slot for checkpoint in self._all_checkpoints()]
+
+    @property
+    def pending_blocks(self) -> list[int]:
+        """Those that steps in flight, and the one that is planned, add to the tree."""
+        return [block for one in self._all_pending() for block in one.blocks]
 
     @property
     def block_references(self) -> list[int]:
         """Each block as often as the cache holds it."""
-        return [*self.index.blocks, *(block for one in self._all_pending() for block in one.blocks)]
+        return [*self.index.blocks, *self.pending_blocks]
 
     def check_integrity(self) -> None:
         self.index.check_integrity()

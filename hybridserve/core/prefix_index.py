@@ -5,6 +5,7 @@ ids and counts of blocks and slots; does not own them, and does not know request
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from hybridserve.core.lazy_heap import LazyHeap
 from hybridserve.core.slabs import IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.eviction import Priority
@@ -183,6 +184,29 @@ class PrefixIndex:
         node.parent.children[node.key] = node
 
     # ---- blocks
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def rename_blocks(self, moved: Mapping[int, int]) -> None:
+        """Blocks have moved. All are taken out before any is put back, as one may be where another was."""
+        nodes = [(new, self._by_block.pop(block)) for block, new in moved.items() if block in self._by_block]
+        for new, node in nodes:
+            node.block = new
+            self._by_block[new] = node
+
+    def num_evictable_without(self, blocks: Iterable[int]) -> int:
+        """Blocks that would be evictable if nobody else held these, which somebody does now or not."""
+        count, gone = self.num_evictable_blocks, Counter[Node]()
+        for block in blocks:
+            node = self._by_block.get(block)
+            while node is not None and node.pins:
+                gone[node] += 1
+                if gone[node] < node.pins:
+                    break
+                count += node.block > 0
+                node = node.parent
+        return count
 
     def fill(self, node: Node, block: int, *, is_held: bool) -> None:
         """Hang up a block; `is_held`: somebody else holds it as well."""

@@ -35,7 +35,7 @@ class Match(NamedTuple):
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Of `shared`."""
+        """Of `shared`, as they are called now: while room is made, they may move."""
         return tuple([node.block for node in self.shared])
 
     @property

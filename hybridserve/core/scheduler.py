@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hybridserve.core.adapter_slots import AdapterSlots
 from hybridserve.core.adapter_turns import AdapterTurns
 from hybridserve.core.cache_manager import CacheManager
+from hybridserve.core.compaction import CompactionCounters
 from hybridserve.core.fair_queue import FairQueue
 from hybridserve.core.forks import Forks
 from hybridserve.core.limits import Limits
 from hybridserve.core.plan import Share, StepPlan
+from hybridserve.core.prefix_trails import Match
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -128,6 +129,7 @@ class Scheduler:
             num_host_slabs=num_host_slabs,
             prefix_caching=prefix_caching,
             checkpoint_interval=checkpoint_interval,
+            compaction_counters=CompactionCounters(),
         )
         self.cache = self._new_cache()
         self.adapters = adapters or AdapterSlots(0)
@@ -279,21 +281,24 @@ class Scheduler:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
+        self.cache.begin_step(plan)
         self._queue_woken()
         self._fork_children(plan)
-        self._schedule_running(plan)
-        self._turns.assign(plan.step_id)
-        self._admit_waiting(plan)
+        self._fill(plan)
+        if not plan.shares and self.cache.compactor.lift_bound():
+            self._fill(plan)
         if not plan.shares:
             return None
         plan.state_saves = self.cache.plan_saves(
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
         )
+        moves, moved = self.cache.take_moves()
         step = plan.freeze(
             self._finished,
             self.adapters.generation,
             swaps_out=self.cache.host.take_swaps_out(),
-            moves=UnitCopies(self.cache.blocks.take_moves(), self.cache.slots.take_moves()),
+            moves=moves,
+            moved=moved,
         )
         self._finished.clear()
         self._in_flight.append(plan)
@@ -301,6 +306,12 @@ class Scheduler:
         if self._checks:
             self.check_integrity()
         return step
+
+    def _fill(self, plan: StepPlan) -> None:
+        plan.is_starved = False
+        self._schedule_running(plan)
+        self._turns.assign(plan.step_id)
+        self._admit_waiting(plan)
 
     def _fork_children(self, plan: StepPlan) -> None:
         """Before the parents' states move on. A child that finds no room computes its prompt instead."""
@@ -365,9 +376,13 @@ class Scheduler:
             if not is_swapped_out and prefix.wait(request, match, plan.step_id):
                 self._waiting.discard(request)
                 continue
-            num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            num_blocks -= len(match.shared)
-            if not self.cache.admit(request, match, promised + num_blocks, plan):
+            num_tokens = min(request.num_tokens + 1, request.max_computed)
+            num_blocks = self.layout.blocks_for(num_tokens) - len(match.shared)
+            is_admitted = self.cache.admit(request, match, promised + num_blocks, plan)
+            if not is_admitted and match.node is not None:  # the checkpoint may be in the way of its own slot
+                match, num_blocks = Match(), num_blocks + len(match.shared)
+                is_admitted = self.cache.admit(request, match, promised + num_blocks, plan)
+            if not is_admitted:
                 break
             if is_swapped_out:
                 self.counters.num_swaps_in += 1
@@ -403,8 +418,15 @@ class Scheduler:
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
-        needed, running = self.cache.blocks_needed, self._running
-        return sum(needed(request, min(request.num_tokens, request.max_computed)) for request in running)
+        if not self.layout.blocks_per_slab:
+            return 0
+        size, num_promised = self.layout.block_size, 0
+        for request in self._running:  # a hot path
+            num_held = len(request.block_ids)
+            num_lacking = min(request.num_tokens, request.max_computed) - num_held * size
+            if num_lacking > 0:
+                num_promised += -(-num_lacking // size)
+        return num_promised
 
     def _advance(self, plan: StepPlan, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""

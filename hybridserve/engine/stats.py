@@ -52,6 +52,7 @@ class EngineStats:
             **{f"cache_{name}": value for name, value in usage._asdict().items()},
             "cache_utilisation": usage.utilisation,
             **{f"cache_bytes_{kind}": size for kind, size in scheduler.cache.bytes_by_kind().items()},
+            **asdict(scheduler.cache.compactor.counters),
             **{f"host_bytes_{kind}": size for kind, size in scheduler.cache.host.bytes_by_kind().items()},
             **_of_prefixes(scheduler.cache.prefix.counters),
         }

@@ -284,10 +284,12 @@ class ScriptedEngine:
         assert len(set(units)) == len(units), "two sequences write to the same unit"
         assert ("block", 0) not in units
         assert ("slot", 0) not in units
+        moved = {("block", source) for source, _ in step.moves.blocks}
+        moved |= {("slot", source) for source, _ in step.moves.slots}
         for flight in self._flights:  # D5: what a step in flight may still write has no new tenant yet
             before = {unit: owner for owner, units in self._written(flight.step).items() for unit in units}
-            for name, units in written.items():
-                assert all(before.get(unit, name) == name for unit in units), "written by a step in flight"
+            for name, units in written.items():  # but where this step saves first what is there
+                assert all(before.get(unit, name) == name for unit in units - moved), "written in flight"
 
     def _written(self, step: ScheduledStep) -> dict[str, set[tuple[str, int]]]:
         written: dict[str, set[tuple[str, int]]] = {}
