@@ -32,7 +32,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(kernels: str, **options: Any) -> tuple[list[list[int]], list[float]]:
     """Tokens and log-probabilities. A prompt is cut into chunks, another decodes beside it, one has an
     adapter."""
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=3, ignore_eos=True, logprobs=0)
+    params = SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.9, seed=1, max_tokens=3, ignore_eos=True, logprobs=0
+    )
     path = resolve_model("demo")
     adapters = {name: str(path / "adapters" / name) for name in NAMES if name}
     with LLM(
