@@ -15,12 +15,14 @@ from hybridserve.kernels.attention import FlashAttn
 from hybridserve.kernels.attention import Reference as AttentionReference
 from hybridserve.kernels.registry import Capabilities, select
 from hybridserve.kernels.ssm import MambaSSM
-from tests.harness.triton_interpreter import require_triton
+from tests.harness.triton_interpreter import poisoned, require_triton  # noqa: F401
 from tests.kernels.test_attention import Case, Shape, make_metadata
 from tests.kernels.test_ssm import Arena, Layer, batch_of, check_against_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 CUDA = Capabilities("cuda", "bfloat16", block_size=256)
 
