@@ -20,6 +20,7 @@ AXES: dict[str, list[Any]] = {
     "chunk": [1, 3, 8, 64],
     "delay": [0, 1],
     "preempt_every": [None, 3],
+    "preemption": ["recompute", "swap"],
     "poison": ["nan", "large"],
     "slot_order": ["forward", "shuffled"],
     "row_order": ["forward", "shuffled"],
@@ -47,6 +48,7 @@ def test_off_cold_and_warm(served: tuple[str, Path, Oracle], cell: dict[str, Any
     options = {
         "prefix_caching": True,
         "block_size": 4,
+        "host_swap_bytes": "1MiB",
         "checkpoint_interval": interval if has_state else "auto",
         "memory": TIGHT[family] if memory == "tight" else memory,
         "max_model_len": 48,
