@@ -40,10 +40,9 @@ def step(heads: Heads, inputs: Inputs, h: torch.Tensor) -> torch.Tensor:
     """One token of each of n sequences: h C [n, H, P]. Moves their states h [n, H, P, N] on, in place."""
     x, delta, B, C = inputs
     h.mul_(torch.exp(delta * heads.A)[..., None, None])
-    by_group = h.unflatten(1, (B.shape[1], -1))  # [n, G, H / G, P, N]
-    grown = (x * delta.unsqueeze(-1)).unflatten(1, (B.shape[1], -1))
-    by_group.addcmul_(grown.unsqueeze(-1), B[:, :, None, None])
-    return torch.matmul(by_group, C[:, :, None, :, None]).flatten(1, 2).squeeze(-1)
+    groups = _by_group(h, B)
+    groups.addcmul_(_by_group(x * delta.unsqueeze(-1), B).unsqueeze(-1), B[:, :, None, None])
+    return torch.matmul(groups, C[:, :, None, :, None]).flatten(1, 2).squeeze(-1)
 
 
 def block(heads: Heads, inputs: Inputs, h: torch.Tensor) -> torch.Tensor:
@@ -52,19 +51,23 @@ def block(heads: Heads, inputs: Inputs, h: torch.Tensor) -> torch.Tensor:
     x = inputs.x.transpose(1, 2)  # [n, H, Q, P]
     delta = inputs.delta.transpose(1, 2)  # [n, H, Q]
     B, C = inputs.B.transpose(1, 2), inputs.C.transpose(1, 2)  # [n, G, Q, N]
-    by_group = (B.shape[1], -1)
+    groups = _by_group(h, B)  # [n, G, H / G, P, N]
     # Sums of logarithms: a decay is never divided by another, which may have vanished. In float64, because
     # what lies between two tokens is the difference of two sums that may be large.
     log_decay = (delta * heads.A.unsqueeze(1)).double().cumsum(2)
     weights = (log_decay.unsqueeze(3) - log_decay.unsqueeze(2)).float().exp_().tril_()
     weights.mul_(delta.unsqueeze(2))  # [n, H, Q, Q]: what a token keeps of an earlier one
-    weights.unflatten(1, by_group).mul_(torch.matmul(C, B.transpose(2, 3)).unsqueeze(2))
+    _by_group(weights, B).mul_(torch.matmul(C, B.transpose(2, 3)).unsqueeze(2))
     y = torch.matmul(weights, x)
-    groups = h.unflatten(1, by_group)  # [n, G, H / G, P, N]
     carried = torch.matmul(C.unsqueeze(2), groups.transpose(3, 4)).flatten(1, 2)
     y.addcmul_(carried, log_decay.exp().float().unsqueeze(3))
     left = (log_decay[:, :, -1:] - log_decay).exp().float().mul_(delta)
-    grown = (x * left.unsqueeze(3)).unflatten(1, by_group)
+    grown = _by_group(x * left.unsqueeze(3), B)
     h.mul_(log_decay[:, :, -1].exp().float()[..., None, None])
     groups.add_(torch.matmul(grown.transpose(3, 4), B.unsqueeze(2)))
     return y.transpose(1, 2)
+
+
+def _by_group(x: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """x [n, H, ...] -> a view [n, G, H / G, ...], of as many groups as B [n, G, ...] has."""
+    return x.view(len(x), B.shape[1], -1, *x.shape[2:])
