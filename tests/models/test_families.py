@@ -46,7 +46,7 @@ VARIANTS = {
             "mamba_chunk_size": 256,
         },
     ),
-    "bamba-no-attention": ("bamba", {"attn_layer_indices": None, "num_hidden_layers": 3}),
+    "bamba-attention-first": ("bamba", {"attn_layer_indices": [0], "num_hidden_layers": 3, "head_dim": 32}),
     "bamba-rotary": (
         "bamba",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
