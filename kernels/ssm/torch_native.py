@@ -149,7 +149,8 @@ class TorchNative(SSMBackend):
             singles.slots.write(state, h)
             put(singles.tokens, taken, y)
         if (chunks := ragged.chunks) is not None:
-            h = chunks.slots.read(state).to(torch.float32, copy=True)
+            h = torch.empty(len(chunks.spans), *state.shape[1:], device=state.device)
+            h.copy_(chunks.slots.read(state))
             for block in chunks.blocks(_BLOCK_TOKENS):
                 taken, delta, *groups = (each[block.places].float() for each in (x, dt, B, C))
                 delta = heads.delta(delta)
