@@ -1,5 +1,8 @@
 """Bamba (huggingface.co/blog/bamba): Mamba-2 layers with an attention layer in between now and then, each
 followed by a gated MLP. Attention rotates half of each head.
+
+`time_step_limit` holds for every token. (transformers does not apply it to single ones, so its results depend
+on how a sequence is cut; no published model has a limit.)
 """
 
 from __future__ import annotations
