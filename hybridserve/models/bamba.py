@@ -2,7 +2,7 @@
 followed by a gated MLP. Attention rotates half of each head.
 
 `time_step_limit` holds for every token. (transformers does not apply it to single ones, so its results depend
-on how a sequence is cut; no published model has a limit.)
+on how a sequence is cut.)
 """
 
 from __future__ import annotations
