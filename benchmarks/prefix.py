@@ -8,9 +8,12 @@
 - chat: 8 turns of 200 tokens, 64 generated in each. Tokens computed in each turn.
 - trace: five conversations that share a system prompt, some more lively than others. Hit rate with half the
   memory that all would take, against that of an oracle that forgets nothing.
+- swap: 8 prompts of 2,000 tokens, 48 generated; every third step one of those that run gives way. Output
+  tokens/s where it is swapped against where it is computed again, with the cache off and on.
 
-Cache on and off take turns within a repeat, the first changing, so that both see the same weather; the ratio
-is the median of the repeats'. The trace needs no model: it is planned with the model's sizes.
+Cache on and off (swap: swapped and computed again) take turns within a repeat, the first changing, so that
+both see the same weather; the ratio is the median of the repeats'. The trace needs no model: it is planned
+with the model's sizes.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from offline import describe
 from workloads import WORKLOADS, Workload
 
 from hybridserve import LLM, SamplingParams
-from hybridserve.core.request import Request
+from hybridserve.core.request import Request, RequestStatus
 from hybridserve.core.scheduler import Scheduler
+from hybridserve.engine.messages import EngineRequest
 
 if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
@@ -165,6 +169,58 @@ def trace(layout: CacheLayout, interval: int) -> dict[str, Any]:
     }
 
 
+def give_way(llm: LLM, repeat: int, *, num_prompts: int = 8, every: int = 3) -> float:
+    """Output tokens/s. Who gives way has drawn a token since the last time, so that all come to an end."""
+    rng = random.Random(7000 + repeat)
+    core, count = llm._core, 48
+    for number in range(num_prompts):
+        prompt = [rng.randrange(300, 8192) for _ in range(2000)]
+        core.add(EngineRequest(request_id=f"swap{number}", prompt_ids=prompt, params=params(count)))
+    drawn: dict[str, int] = {}
+    start, num_steps = time.perf_counter(), 0
+    while core.has_work:
+        num_steps += 1
+        if num_steps % every == 0:
+            running = [r for r in core.scheduler.requests.values() if r.status is RequestStatus.RUNNING]
+            ready = [r for r in running if len(r.output_ids) > drawn.get(r.id, 0)]
+            if ready:
+                chosen = rng.choice(ready)
+                drawn[chosen.id] = len(chosen.output_ids)
+                core.scheduler.preempt(chosen)
+        core.step()
+    return num_prompts * count / (time.perf_counter() - start)
+
+
+def swap(path: Path, options: dict[str, Any], repeats: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for cache in (False, True):
+        engines = {
+            kind: LLM(path, prefix_caching=cache, preemption=kind, host_swap_bytes="1GiB", **options)
+            for kind in ("swap", "recompute")
+        }
+        speeds: dict[str, list[float]] = {kind: [] for kind in engines}
+        for llm in engines.values():
+            run(llm, [([1] * 32, 4)] * 2)
+        for repeat in range(repeats):
+            kinds = list(engines)
+            for kind in kinds if repeat % 2 else kinds[::-1]:
+                speeds[kind].append(give_way(engines[kind], repeat))
+        ratios = [a / b for a, b in zip(speeds["swap"], speeds["recompute"], strict=True)]
+        gauges = {kind: llm.stats() for kind, llm in engines.items()}
+        found["on" if cache else "off"] = {
+            "speed": statistics.median(ratios),
+            "speeds": ratios,
+            "tokens_per_second": {kind: statistics.median(each) for kind, each in speeds.items()},
+            "num_preemptions": {kind: each["num_preemptions"] for kind, each in gauges.items()},
+            "num_computed_tokens": {kind: each["num_computed_tokens"] for kind, each in gauges.items()},
+            "num_swaps_out": gauges["swap"]["num_swaps_out"],
+            "num_swap_bytes": gauges["swap"]["num_swap_bytes"],
+        }
+        for llm in engines.values():
+            llm.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,7 +228,7 @@ def main() -> None:
     parser.add_argument("--model", default="jamba-100m")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="W4,different,chat,trace")
+    parser.add_argument("--only", default="W4,different,chat,trace,swap")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     path = build(args.model, args.dtype)
@@ -207,6 +263,15 @@ def main() -> None:
             f"trace: hit rate {found['half']:.3f} with half the memory, {found['unbounded']:.3f} with all, "
             f"{found['oracle']:.3f} of an oracle: {found['share']:.3f} of that"
         )
+    if "swap" in wanted:
+        results["swap"] = swap(path, options, args.repeats)
+        for cache, found in results["swap"].items():
+            print(
+                f"swap, cache {cache}: {found['speed']:.2f}x output tokens/s "
+                f"({found['tokens_per_second']['swap']:.1f} against "
+                f"{found['tokens_per_second']['recompute']:.1f} computed again)",
+                flush=True,
+            )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         report = describe(args) | {"benchmark": "prefix", "results": results}

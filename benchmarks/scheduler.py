@@ -25,17 +25,19 @@ def jamba_mini_layout(arena_bytes: int) -> CacheLayout:
     return CacheLayout.build([kv if i % 8 == 4 else state for i in range(32)], 16, arena_bytes)
 
 
-def measure(depth: int, arena_gib: int) -> dict[str, float]:
-    """Decode 256 sequences with `depth` steps in flight; the smaller the arena, the more is preempted."""
+def measure(depth: int, arena_gib: int, *, prefix_caching: bool) -> dict[str, float]:
+    """Decode 256 sequences with `depth` steps in flight; the smaller the arena, the more is preempted. No two
+    prompts begin alike: what the prefix cache costs where it is of no use."""
     scheduler = Scheduler(
         jamba_mini_layout(arena_gib << 30),
         max_num_seqs=NUM_RUNNING,
         max_num_batched_tokens=8192,
         max_model_len=4096,
+        prefix_caching=prefix_caching,
     )
     params = SamplingParams(max_tokens=3000, ignore_eos=True)
     for index in range(NUM_RUNNING + NUM_WAITING):
-        scheduler.add(Request(f"request-{index}", list(range(NUM_PROMPT)), params))
+        scheduler.add(Request(f"request-{index}", [index, *range(1, NUM_PROMPT)], params))
     schedule_seconds, update_seconds, in_flight = [], [], []
 
     def update() -> None:
@@ -58,9 +60,11 @@ def measure(depth: int, arena_gib: int) -> dict[str, float]:
     return {
         "arena_gib": arena_gib,
         "steps_in_flight": depth,
+        "prefix_caching": prefix_caching,
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
         "num_preemptions": scheduler.counters.num_preemptions,
+        "num_compacted_slabs": scheduler.cache.compactor.counters.num_compacted_slabs,
         "schedule_ms_median": round(statistics.median(schedule_seconds) * 1e3, 3),
         "schedule_ms_p99": round(statistics.quantiles(schedule_seconds, n=100)[-1] * 1e3, 3),
         "schedule_ms_max": round(max(schedule_seconds) * 1e3, 3),
@@ -70,7 +74,12 @@ def measure(depth: int, arena_gib: int) -> dict[str, float]:
 
 def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    runs = [measure(depth, arena) for arena in (24, 8) for depth in (1, 2)]
+    runs = [
+        measure(depth, arena, prefix_caching=caching)
+        for caching in (False, True)
+        for arena in (24, 8)
+        for depth in (1, 2)
+    ]
     report = {
         "benchmark": "scheduler",
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,

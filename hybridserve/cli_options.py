@@ -192,13 +192,16 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    from hybridserve.bench.options import add_key_option
+
     parser.add_argument(
         "target",
         nargs="?",
-        metavar="MODEL_OR_YAML_OR_CHECKPOINT_OR_ADAPTER",
-        help="show what a model would run with, too, and where its checkpoint's tensors go; or what an "
-        "adapter's directory holds",
+        metavar="MODEL_OR_YAML_OR_CHECKPOINT_OR_ADAPTER_OR_URL",
+        help="show what a model would run with, too, and where its checkpoint's tensors go; what an "
+        "adapter's directory holds; or how the prefix cache of the server at a URL does, and why no better",
     )
+    add_key_option(parser)
     parser.add_argument(
         "--on", metavar="MODEL", help="report what of the adapter would be applied to this model"
     )
@@ -286,7 +289,7 @@ COMMANDS = {
     "config": (_add_config, "check a YAML file, or show every setting and where it comes from"),
     "serve": (_add_serve, "serve a model over HTTP, to clients of OpenAI's API"),
     "generate": (_add_generate, "continue a prompt, or a file of prompts"),
-    "inspect": (_add_inspect, "show versions, the machine, and which backends are chosen and why"),
+    "inspect": (_add_inspect, "show the machine and which backends are chosen; a model, adapter or server"),
     "plan": (_add_plan, "show what a model needs and how much fits, without loading it"),
     "quantize": (_add_quantize, "write a model with quantized weights into another directory"),
 }

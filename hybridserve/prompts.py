@@ -131,6 +131,8 @@ class PromptReader:
             raise ValueError(f"priority: is out of range (from {-MAX_COUNT} to {MAX_COUNT})")
         if not isinstance(cache_salt, str | None) or len(cache_salt or "") > MAX_SALT:
             raise ValueError(f"cache_salt: is no text of at most {MAX_SALT} characters")
+        if cache_salt and any("\ud800" <= character <= "\udfff" for character in cache_salt):
+            raise ValueError("cache_salt: holds half of a surrogate pair, which is not text")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop: needs a tokenizer, and there is none ({self.tokenizer_error})")
         if isinstance(prompt, str):

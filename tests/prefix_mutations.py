@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from hybridserve.core.plan import StepPlan
     from hybridserve.core.request import Request
-    from hybridserve.core.step import UnitCopy
     from hybridserve.engine.input_builder import StepInput
 
 
@@ -39,7 +39,7 @@ def blocks_alone_are_a_hit(patch: pytest.MonkeyPatch) -> None:
 
     def match(self: PrefixCache, request: Request) -> Match:
         found = plain(self, request)
-        return Match(len(found.blocks) * self._size, found.blocks, None)
+        return Match(len(found.shared) * self._size, found.shared, None)
 
     patch.setattr(PrefixCache, "match", match)
 
@@ -114,11 +114,13 @@ def a_due_checkpoint_comes_first(patch: pytest.MonkeyPatch) -> None:
 def room_is_made_before_hits_are_held(patch: pytest.MonkeyPatch) -> None:
     plain = CacheManager.admit
 
-    def admit(self: CacheManager, request: Request, match: Match, num_blocks: int, step_id: int) -> Any:
+    def admit(self: CacheManager, request: Request, match: Match, num_blocks: int, plan: StepPlan) -> bool:
+        blocks = match.blocks
         self.make_room(num_blocks, 1)
-        for block in match.blocks:
+        for node, block in zip(match.shared, blocks, strict=True):
             self.blocks._references.setdefault(block, 0)
-        return plain(self, request, match, num_blocks, step_id)
+            node.block = block
+        return plain(self, request, match, num_blocks, plan)
 
     patch.setattr(CacheManager, "admit", admit)
 
@@ -192,10 +194,9 @@ def shared_blocks_are_written(patch: pytest.MonkeyPatch) -> None:
     """Tokens between the checkpoint and the end of K and V write theirs again."""
     plain = PrefixCache.begin
 
-    def begin(self: PrefixCache, request: Request, match: Match, step_id: int) -> tuple[UnitCopy, ...]:
-        copies = plain(self, request, match, step_id)
+    def begin(self: PrefixCache, request: Request, match: Match, plan: StepPlan) -> None:
+        plain(self, request, match, plan)
         request.write_from = 0
-        return copies
 
     patch.setattr(PrefixCache, "begin", begin)
 

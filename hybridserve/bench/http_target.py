@@ -74,23 +74,8 @@ class HttpTarget:
     """
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        try:
-            parts = urlsplit(url)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError as error:
-            raise TargetError(f"{url}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _is_plain(url):
-            raise TargetError(f"{url}: is no URL of a server, such as http://127.0.0.1:8000")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            raise TargetError("the URL holds more than a server and a path; a key is given by --api-key")
-        headers = {"accept-encoding": "identity", "content-type": "application/json"}
-        if api_key is not None:
-            if not _is_plain(api_key):
-                raise TargetError("--api-key: holds characters that no header can")
-            headers["authorization"] = f"Bearer {api_key}"
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        self._path = urlsplit(self.url).path
-        self._client = HttpClient(parts.hostname, port, is_secure=parts.scheme == "https", headers=headers)
+        self._client, self._path = connect_to(url, self.url, api_key)
         self.vocab_size: int | None = None
         self.max_model_len: int | None = None
         self._given_model = model
@@ -148,9 +133,9 @@ class HttpTarget:
         except HttpFailure as error:
             raise TargetError(f"{self.url}: {error}") from None
         if response.status in (401, 403):
-            raise TargetError(_key_refused(self.url, response.status))
+            raise TargetError(key_refused(self.url, response.status))
         if path == "/v1/models" and response.status not in (200, 404, 405):
-            raise TargetError(f"{self.url}{path}: {response.status}: {_message(body)}")
+            raise TargetError(f"{self.url}{path}: {response.status}: {message_in(body)}")
         return body if response.status == 200 else None
 
     async def adapters(self) -> list[str]:
@@ -201,7 +186,7 @@ class HttpTarget:
         try:
             async with self._client.request("POST", self._path + path, msgspec.json.encode(body)) as response:
                 if response.status != 200:
-                    raise RequestFailed(f"HTTP {response.status}", _message(await response.read()))
+                    raise RequestFailed(f"HTTP {response.status}", message_in(await response.read()))
                 reader = _Reader()
                 async for block in response.blocks:
                     if (arrival := reader.read(block)) is not None:
@@ -237,6 +222,27 @@ class HttpTarget:
             "version": self._version,
             "extensions": sorted(self._extensions),
         }
+
+
+def connect_to(typed: str, url: str, api_key: str | None) -> tuple[HttpClient, str]:
+    """A client of the server at `url`, which its user typed as `typed`, and the path that its own paths come
+    after. Raises TargetError for what is no server's URL; connects to nobody yet."""
+    try:
+        parts = urlsplit(typed)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise TargetError(f"{typed}: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _is_plain(typed):
+        raise TargetError(f"{typed}: is no URL of a server, such as http://127.0.0.1:8000")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise TargetError("the URL holds more than a server and a path; a key is given by --api-key")
+    headers = {"accept-encoding": "identity", "content-type": "application/json"}
+    if api_key is not None:
+        if not _is_plain(api_key):
+            raise TargetError("--api-key: holds characters that no header can")
+        headers["authorization"] = f"Bearer {api_key}"
+    client = HttpClient(parts.hostname, port, is_secure=parts.scheme == "https", headers=headers)
+    return client, urlsplit(url).path
 
 
 class _Reader:
@@ -304,7 +310,7 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
-def _message(body: bytes) -> str:
+def message_in(body: bytes) -> str:
     """What an error response says, in one line."""
     try:
         value = msgspec.json.decode(body)
@@ -319,7 +325,7 @@ def _message_of(error: Any) -> str:
     return " ".join(str(error).split())[:MAX_DETAIL]
 
 
-def _key_refused(url: str, status: int) -> str:
+def key_refused(url: str, status: int) -> str:
     return f"{url}: {status}: the API key is missing or wrong; set HYBRIDSERVE_API_KEY or --api-key"
 
 

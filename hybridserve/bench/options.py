@@ -87,7 +87,14 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
     remote = parser.add_argument_group("a server")
     remote.add_argument("--model", metavar="NAME", help="default: the first one that it lists")
-    remote.add_argument("--api_key", metavar="KEY", help=f"default: the environment's {KEY_VARIABLE}")
+    add_key_option(remote)
+
+
+def add_key_option(parser: argparse._ActionsContainer) -> None:
+    """Of the commands that ask a server."""
+    parser.add_argument(
+        "--api_key", metavar="KEY", help=f"of a server; default: the environment's {KEY_VARIABLE}"
+    )
 
 
 def api_key(args: argparse.Namespace) -> str | None:

@@ -1,4 +1,4 @@
-"""`hybridserve inspect`: this machine, a model, a checkpoint or an adapter."""
+"""`hybridserve inspect`: this machine, a model, a checkpoint or an adapter; a server's cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridserve import __version__
-from hybridserve.cli_options import engine_config, engine_options, has_engine_options
+from hybridserve.bench.options import api_key, is_url
+from hybridserve.cli_options import engine_config, engine_options, has_engine_options, typed_options
 from hybridserve.commands.table import table
 from hybridserve.interrupt import interrupt_exits_at_once
 
@@ -24,12 +25,17 @@ ADAPTER = "adapter"
 def run(args: argparse.Namespace) -> None:
     """ValueError and OSError for a user's mistake."""
     if args.models:
-        if args.target or args.on or has_engine_options(args):
+        if args.target or args.on or args.api_key or has_engine_options(args):
             raise ValueError("--models: lists what any model may be; leave out MODEL_OR_YAML and settings")
         from hybridserve.models.registry import ARCHITECTURES
 
         print("\n".join(sorted(ARCHITECTURES)))
         return
+    if args.target and is_url(args.target):
+        _inspect_server(args)
+        return
+    if args.api_key is not None:
+        raise ValueError("--api-key: is for a URL")
     if args.target is None and has_engine_options(args):
         raise ValueError("MODEL_OR_YAML: is needed to see what a setting would do")
     if args.target and _is_adapter(args.target):
@@ -61,6 +67,17 @@ def run(args: argparse.Namespace) -> None:
         if not is_checkpoint:
             raise
         print(f"does not fit  {error}")  # the checkpoint is what was asked for, and it is whole
+
+
+def _inspect_server(args: argparse.Namespace) -> None:
+    if args.on is not None:
+        raise ValueError(f"--on: {args.target} is no adapter's directory")
+    if names := sorted(typed_options(args)):
+        raise ValueError(f"--{names[0]}: is a setting of an engine; the server at {args.target} has its own")
+    with interrupt_exits_at_once():
+        from hybridserve.commands.inspect_server import inspect_server
+
+    print(inspect_server(args.target, api_key(args)))
 
 
 def _is_adapter(target: str) -> bool:

@@ -117,6 +117,8 @@ AdapterName = Annotated[str, AfterValidator(_adapter_name)]
 Adapters = Annotated[dict[AdapterName, Text], BeforeValidator(parse_pairs)]
 Directories = Annotated[tuple[Text, ...], BeforeValidator(parse_list)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+SizeOrNone = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+"""0: nothing of it."""
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 BlockSize = Annotated[int, Field(ge=1, le=256), AfterValidator(_power_of_two)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -158,6 +160,11 @@ class CacheConfig(_Section):
         description="tokens of a long prompt between two copies of its state that are kept: a multiple of "
         "block_size; 0: none in between; auto: as many as have as much K and V as a state takes",
     )
+    host_swap_bytes: SizeOrNone | Literal["auto"] = Field(
+        default="auto",
+        description="host memory of a rank, as 4GiB or bytes, for sequences that gave way and for evicted "
+        "prefixes; 0: none; auto: 4 GiB, or less where weights and arena leave less",
+    )
     check_integrity: bool = Field(
         default=False, description="check all bookkeeping of blocks and slots after every step (slow)"
     )
@@ -169,6 +176,11 @@ class SchedulerConfig(_Section):
     max_num_seqs: Count = Field(default=256, description="sequences that run at the same time, at most")
     max_num_batched_tokens: Count = Field(default=8192, description="tokens computed in one step, at most")
     policy: Literal["fcfs", "priority"] = Field(default="fcfs", description="order of waiting requests")
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of a sequence that gives way: swap: it is copied to the host and back; "
+        "recompute: it is computed again; auto: what takes less time",
+    )
 
 
 class QuantizationConfig(_Section):

@@ -48,6 +48,9 @@ class BlockPool(UnitPool):
                     single.append(block)
         return single
 
+    def _rename(self, unit: int, new: int) -> None:
+        self._references[new] = self._references.pop(unit)
+
     def num_references(self, block: int) -> int:
         return self._references.get(block, 0)
 

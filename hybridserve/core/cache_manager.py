@@ -1,5 +1,5 @@
-"""What each sequence holds of the arena, and what is kept for later ones. Knows blocks, slots and steps in
-flight; does not know budgets or policies."""
+"""What each sequence holds of the arena and of the host's memory, and what is kept for later ones. Knows
+blocks, slots and steps in flight; does not know budgets or policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.block_pool import BlockPool
-from hybridserve.core.prefix_cache import OWNER, PrefixCache
+from hybridserve.core.compaction import Compactor
+from hybridserve.core.host_tier import OWNER, HostTier
+from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.slabs import IntegrityError, SlabAllocator
 from hybridserve.core.slot_pool import SlotPool
 from hybridserve.core.step import UnitCopy
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.compaction import CompactionCounters, Renaming
+    from hybridserve.core.plan import StepPlan
     from hybridserve.core.prefix_cache import PrefixCounters
     from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
+    from hybridserve.core.step import UnitCopies
 
 
 class ForkCopies(NamedTuple):
@@ -64,31 +69,44 @@ class CacheManager:
     """Gives sequences blocks and slots, all or nothing, and takes them back once no step can write them (D5).
 
     Only blocks that are not full are written, and a fork copies such a one: shared blocks are read-only. What
-    the prefix cache holds, and nobody else, is evicted when there is no other room.
+    the prefix cache holds, and nobody else, is evicted when there is no other room; what is left is moved
+    together where a slab of the other kind is needed. So while room is made, units change their numbers:
+    those of requests, of the prefix cache, and of the plan that `begin_step` named. Whoever keeps a number
+    besides asks again afterwards.
     """
 
     def __init__(
         self,
         layout: CacheLayout,
         *,
+        num_host_slabs: int = 0,
         prefix_caching: bool = False,
         checkpoint_interval: int = 0,
         counters: PrefixCounters | None = None,
+        compaction_counters: CompactionCounters | None = None,
     ) -> None:
+        if layout.num_slabs < 2:
+            raise ValueError(f"num_slabs: {layout.num_slabs} leaves nothing beside the null slab")
         self.layout = layout
         self.slabs = SlabAllocator(layout.num_slabs)
         self.blocks = BlockPool(self.slabs, layout.blocks_per_slab)
         self.slots = SlotPool(self.slabs, layout.slots_per_slab)
+        self.host = HostTier(layout, num_host_slabs)
         self.prefix = PrefixCache(
             layout,
             self.blocks,
             self.slots,
+            self.host,
             enabled=prefix_caching,
             checkpoint_interval=checkpoint_interval,
             counters=counters,
         )
+        self.compactor = Compactor(layout, self.blocks, self.slots, compaction_counters)
         self.finished_step = -1
         self._deferred: dict[int, list[_Deferred]] = {}
+        self._holders: dict[Request, None] = {}  # requests that have memory
+        self._plan: StepPlan | None = None
+        self._moved: dict[str, None] = {}
 
     def blocks_needed(self, request: Request, num_tokens: int) -> int:
         """Blocks that `request` lacks to hold `num_tokens` tokens."""
@@ -105,15 +123,24 @@ class CacheManager:
         return slabs <= self.slabs.num_free
 
     def make_room(self, num_blocks: int, num_slots: int) -> bool:
-        """`fits`, after evicting as little as that takes; nothing goes where all would not be enough."""
+        """`fits`, after evicting as little as that takes, and moving what is left together; nothing is lost
+        where all would not be enough. False as well where it takes more moves than a step may make."""
         if self.fits(num_blocks, num_slots):
             return True
-        if not self._could_fit(num_blocks, num_slots):
+        index = self.prefix.index
+        blocks, slots = num_blocks - index.num_evictable_blocks, num_slots - index.num_evictable_slots
+        if self._num_spare(blocks, slots) < 0:
             return False
-        while not self.fits(num_blocks, num_slots):
+        while self._num_spare(num_blocks, num_slots) < 0:
             if not self._evict(wants_block=num_blocks > self.blocks.num_open):
                 return False
-        return True
+        return self.fits(num_blocks, num_slots) or self._compact(num_blocks, num_slots)
+
+    def _num_spare(self, num_blocks: int, num_slots: int) -> int:
+        """Slabs that would be empty if so many units more were in use and all lay together; below 0, those
+        that are missing. What is evictable can be had by taking it off."""
+        spare = self.blocks.slabs_to_spare(num_blocks) + self.slots.slabs_to_spare(num_slots)
+        return self.slabs.num_free + spare
 
     def _evict(self, *, wants_block: bool) -> bool:
         """Blocks that save nothing, then units of the kind that is missing, then of the other: they may empty
@@ -123,32 +150,82 @@ class CacheManager:
             return prefix.evict_block() or prefix.evict_checkpoint()
         return prefix.evict_checkpoint() or prefix.evict_block()
 
-    def _could_fit(self, num_blocks: int, num_slots: int) -> bool:
-        """False where so many units could not be had if all that is evictable went, wherever it lies."""
-        index = self.prefix.index
-        room = self.slabs.num_free
-        for pool, num_evictable, wanted in (
-            (self.blocks, index.num_evictable_blocks, num_blocks),
-            (self.slots, index.num_evictable_slots, num_slots),
-        ):
-            if size := pool.units_per_slab:
-                room += (pool.num_open + num_evictable - wanted) // size
-        return room >= 0
+    def _compact(self, num_blocks: int, num_slots: int) -> bool:
+        """Empty the slabs that are missing, which is possible, and tell whoever holds something of them."""
+        missing = self.blocks.slabs_needed(num_blocks) - self.slabs.num_free
+        if self.layout.slots_per_slab:
+            missing += self.slots.slabs_needed(num_slots)
+        renaming = self.compactor.empty_slabs(missing, num_blocks, num_slots)
+        if renaming.blocks or renaming.slots:
+            self._rename(renaming)
+        return self.fits(num_blocks, num_slots)
 
-    def admit(
-        self, request: Request, match: Match, num_blocks: int, step_id: int
-    ) -> tuple[UnitCopy, ...] | None:
-        """Let a waiting request start in step `step_id` with what was matched, if `num_blocks` more blocks
-        and a slot could be had; None, and nothing has changed but what was evicted, where not."""
+    def _rename(self, renaming: Renaming) -> None:
+        for request in self._holders:
+            blocks, slot = renaming.of_blocks(request.block_ids), renaming.of_slot(request.state_slot)
+            if blocks is not request.block_ids or slot != request.state_slot:
+                request.block_ids, request.state_slot = blocks, slot
+                self._moved[request.id] = None
+        for group in self._deferred.values():
+            group[:] = [
+                _Deferred(renaming.of_blocks(blocks), renaming.of_slot(slot), owner)
+                for blocks, slot, owner in group
+            ]
+        self.prefix.rename(renaming)
+        if self._plan is not None:
+            self._plan.rename(renaming)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """From now on it is this plan whose copies are about units that may move."""
+        self._plan = plan
+        self.compactor.is_held_up = False
+
+    def take_moves(self) -> tuple[UnitCopies, tuple[str, ...]]:
+        """For the step that is frozen: its moves, and the ids of the requests whose memory they move."""
+        moved, self._moved = tuple(self._moved), {}
+        return self.compactor.take_moves(), moved
+
+    def admit(self, request: Request, match: Match, num_blocks: int, plan: StepPlan) -> bool:
+        """Let a waiting request start, or go on, in the step that is planned with what was matched, if
+        `num_blocks` more blocks and a slot could be had; False, and nothing has changed but what was evicted,
+        where not."""
         prefix = self.prefix
         prefix.hold(match)
         if not self.make_room(num_blocks, 1):
             prefix.let_go(match)
-            return None
+            return False
+        self._holders[request] = None
         request.block_ids = match.blocks
-        if self.layout.slots_per_slab:
-            request.state_slot = self.slots.allocate(request.id) or 0
-        return prefix.begin(request, match, step_id)
+        self.reserve(request, max(match.num_tokens, len(match.shared) * self.layout.block_size))
+        if request.is_swapped_out:
+            self._swap_in(request, match, plan)
+        else:
+            prefix.begin(request, match, plan)
+        return True
+
+    def swap_out(self, request: Request) -> int:
+        """Plan to copy what `request` has computed to the host's memory, before it is released: the bytes of
+        it; 0 where there is no room."""
+        blocks = request.block_ids[: self.layout.blocks_for(request.num_computed)]
+        slot = request.state_slot
+        sources = [self.blocks.origin(block) for block in blocks]
+        if not self.host.swap_out(request, sources, slot and self.slots.origin(slot)):
+            return 0
+        return self.swapped_bytes(request)
+
+    def swapped_bytes(self, request: Request) -> int:
+        """K and V of what `request` has computed, and its state."""
+        num_blocks = self.layout.blocks_for(request.num_computed)
+        return num_blocks * self.layout.block_stride + self.layout.slot_stride
+
+    def _swap_in(self, request: Request, match: Match, plan: StepPlan) -> None:
+        """Of what `request` needs, K and V of `match` are there already, in blocks that it shares."""
+        pairs = zip(request.host_block_ids, request.block_ids, strict=True)
+        plan.block_swaps_in += [UnitCopy(*pair) for pair in pairs][len(match.shared) :]
+        if request.host_slot:
+            plan.state_swaps_in.append(UnitCopy(request.host_slot, request.state_slot))
+        self.host.release(request, plan.step_id)
+        self.prefix.go_on(request, match)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Give `request` blocks for its first `num_tokens` tokens, and a slot; or nothing (False)."""
@@ -158,6 +235,7 @@ class CacheManager:
             return True
         if not self.make_room(num_blocks, int(needs_slot)):
             return False
+        self._holders[request] = None
         if num_blocks:
             request.block_ids += self.blocks.allocate(num_blocks) or ()
         if needs_slot:
@@ -168,6 +246,7 @@ class CacheManager:
         """Take back all that `request` holds: at once, or when the newest step with it has finished."""
         if not request.block_ids and not request.state_slot:
             return
+        del self._holders[request]
         held = _Deferred(request.block_ids, request.state_slot, request.id)
         request.block_ids, request.state_slot, request.write_from = (), 0, 0
         if request.last_step > self.finished_step:
@@ -195,6 +274,7 @@ class CacheManager:
         """Nothing up to and including this step runs any more."""
         self.finished_step = step_id
         self.prefix.step_finished(step_id)
+        self.host.step_finished(step_id)
         for step in [step for step in self._deferred if step <= step_id]:
             for held in self._deferred.pop(step):
                 self._free(held)
@@ -205,15 +285,18 @@ class CacheManager:
             self.slots.free(held.slot, held.owner)
 
     def is_short_of(self, num_blocks: int) -> bool:
-        """Whether `num_blocks` could not be had even after the steps in flight have finished."""
+        """Whether `num_blocks` could not be had, wherever they lie, even after the steps in flight have
+        finished: then somebody has to give something up."""
         deferred = [held for group in self._deferred.values() for held in group]
-        coming = sum(len(held.blocks) for held in deferred) + self.prefix.index.num_evictable_blocks
-        num_blocks -= self.blocks.num_free + coming
-        if num_blocks <= 0 or not self.slots.units_per_slab:
-            return num_blocks > 0
-        slots = [*self.prefix.slots, *(held.slot for held in deferred if held.slot)]
-        slabs = self.slots.slabs_used_by(slots)
-        return num_blocks > slabs * self.blocks.units_per_slab
+        transient = Counter(self.prefix.pending_blocks)
+        for held in deferred:
+            transient.update(held.blocks)
+        index, num_references = self.prefix.index, self.blocks.num_references
+        # Nobody will hold those but perhaps the tree.
+        left = [unit for unit, count in transient.items() if num_references(unit) == count + (unit in index)]
+        coming = index.num_evictable_without(left) + sum(unit not in index for unit in left)
+        num_slots = self.prefix.num_checkpoints + sum(held.slot > 0 for held in deferred)
+        return self._num_spare(num_blocks - coming, -num_slots) < 0
 
     def fork(self, parent: Request, child: Request) -> ForkCopies | None:
         """Let `child`, which holds nothing, continue from what `parent` has computed; None changes nothing.
@@ -226,6 +309,7 @@ class CacheManager:
             return None
         state: tuple[UnitCopy, ...] = ()
         blocks: tuple[UnitCopy, ...] = ()
+        self._holders[child] = None
         child.num_computed = parent.num_computed
         self.prefix.forked(child)
         if has_blocks:
@@ -282,12 +366,15 @@ class CacheManager:
                 if slot in owners:
                     raise IntegrityError(f"slot {slot} is held by {owners[slot]!r} and {owner!r}")
                 owners[slot] = owner
+        if {request for request in requests if request.block_ids or request.state_slot} != set(self._holders):
+            raise IntegrityError("a request has memory that it would not be told of when it moves")
         references.update(self.prefix.block_references)
         for slot in self.prefix.slots:
             if slot in owners:
                 raise IntegrityError(f"slot {slot} holds a checkpoint and is held by {owners[slot]!r}")
             owners[slot] = OWNER
         self.prefix.check_integrity()
+        self.prefix.hosted.check_integrity(requests)
         self.slabs.check_integrity()
         self.blocks.check_integrity(references)
         self.slots.check_integrity(owners)

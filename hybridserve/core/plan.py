@@ -7,12 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybridserve.core.compaction import rename_copies
 from hybridserve.core.step import NO_COPIES, ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_manager import ForkCopies
+    from hybridserve.core.compaction import Renaming
     from hybridserve.core.request import Request
     from hybridserve.core.step import UnitCopy
 
@@ -53,8 +55,6 @@ class StepPlan:
     state_saves: tuple[UnitCopy, ...] = ()
     block_swaps_in: list[UnitCopy] = field(default_factory=list)
     state_swaps_in: list[UnitCopy] = field(default_factory=list)
-    moved: set[str] = field(default_factory=set)
-    """Ids of requests whose memory has other numbers now."""
     draws: list[Request] = field(default_factory=list)
     completed: list[Request] = field(default_factory=list)
     """Those whose prompts are done and that draw nothing."""
@@ -67,6 +67,14 @@ class StepPlan:
         self.block_copies += copies.blocks
         parent.last_step = child.last_step = self.step_id
 
+    def rename(self, renaming: Renaming) -> None:
+        """Units have moved: a step copies after it has moved."""
+        blocks, slots = renaming
+        self.state_copies = rename_copies(self.state_copies, slots)
+        self.block_copies = rename_copies(self.block_copies, blocks)
+        self.state_swaps_in = rename_copies(self.state_swaps_in, slots, sources=False)
+        self.block_swaps_in = rename_copies(self.block_swaps_in, blocks, sources=False)
+
     def freeze(
         self,
         finished: Iterable[str],
@@ -74,6 +82,7 @@ class StepPlan:
         *,
         swaps_out: UnitCopies = NO_COPIES,
         moves: UnitCopies = NO_COPIES,
+        moved: Iterable[str] = (),
     ) -> ScheduledStep:
         return ScheduledStep(
             step_id=self.step_id,
@@ -84,7 +93,7 @@ class StepPlan:
             swaps_out=swaps_out,
             moves=moves,
             swaps_in=UnitCopies(tuple(self.block_swaps_in), tuple(self.state_swaps_in)),
-            moved=tuple(sorted(self.moved)),
+            moved=tuple(moved),
             finished=tuple(dict.fromkeys(finished)),
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )

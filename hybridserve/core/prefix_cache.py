@@ -4,26 +4,30 @@ requests, blocks and slots; does not know budgets, queues or what makes room.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
+from hybridserve.core.host_tier import OWNER
+from hybridserve.core.prefix_host import PrefixHost
 from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_misses import Miss, PrefixMisses
 from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
 from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.slabs import IntegrityError
 from hybridserve.core.step import UnitCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.cache_spec import CacheLayout
+    from hybridserve.core.compaction import Renaming
+    from hybridserve.core.host_tier import HostTier
+    from hybridserve.core.plan import StepPlan
     from hybridserve.core.request import Request
     from hybridserve.core.slot_pool import SlotPool
-
-OWNER = "#prefix cache"
-"""Of slots that hold checkpoints; no request's id has a '#' at its beginning."""
 
 MAX_CHECKPOINTS = 8
 """On one path."""
@@ -37,6 +41,10 @@ class PrefixCounters:
     )
     """Prompt tokens that were not computed, by why the checkpoint was where they end; "blocks": there was no
     need of one."""
+    missed_tokens: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys([str(miss) for miss in Miss], 0)
+    )
+    """Prompt tokens that were computed, by why they had to be: with the others, all that were queried."""
     num_queried_tokens: int = 0
     """Prompt tokens of all that were admitted."""
     num_resumed_tokens: int = 0
@@ -48,6 +56,17 @@ class PrefixCounters:
     """For want of memory."""
     num_evicted_blocks: int = 0
     num_evicted_checkpoints: int = 0
+    num_replaced_checkpoints: int = 0
+    """Of sequences that generate, by newer ones of their own."""
+    num_spilled_blocks: int = 0
+    """Of those evicted, what went to the host's memory."""
+    num_spilled_checkpoints: int = 0
+    num_found_blocks: int = 0
+    """That were matched in the host's memory and copied back."""
+    num_found_checkpoints: int = 0
+    num_vanished_blocks: int = 0
+    """That were worth keeping, and for which the host's memory had no room, or has none any more."""
+    num_vanished_checkpoints: int = 0
     num_waits: int = 0
     num_waits_given_up: int = 0
 
@@ -79,6 +98,7 @@ class PrefixCache:
         layout: CacheLayout,
         blocks: BlockPool,
         slots: SlotPool,
+        host: HostTier,
         *,
         enabled: bool,
         checkpoint_interval: int,
@@ -86,6 +106,7 @@ class PrefixCache:
     ) -> None:
         self.index = PrefixIndex(layout)
         self.counters = counters or PrefixCounters()
+        self.hosted = PrefixHost(self.index, blocks, slots, host, self.counters)
         self._enabled = enabled
         self._interval = checkpoint_interval
         self._layout = layout
@@ -93,11 +114,15 @@ class PrefixCache:
         self._has_blocks, self._has_slots = layout.blocks_per_slab > 0, layout.slots_per_slab > 0
         self._blocks = blocks
         self._slots = slots
+        self._host = host
         self._trails: dict[str, Trail] = {}
         self._planned: list[_Pending] = []
         self._pending: dict[int, list[_Pending]] = {}
-        self._reading: dict[int, list[tuple[Checkpoint, Node]]] = {}
+        self._reading: dict[int, list[Match]] = {}
         self._waits = PrefixWaits(self._size, has_slots=self._has_slots)
+        self._misses = PrefixMisses(
+            self.index.evicted, self._waits, size=self._size, has_blocks=self._has_blocks
+        )
 
     # ---- requests come and go
 
@@ -135,25 +160,40 @@ class PrefixCache:
         trail = self._trails.get(request.id)
         if trail is None or request.params.prompt_logprobs is not None:
             return Match()
-        limit = trail.limit(self._size)
-        void = next((place for place, node in enumerate(trail.nodes) if node.is_void), None)
-        if void is not None:  # from there on it needs nodes that others will find
-            self.index.leave(trail.nodes[void:])
-            del trail.nodes[void:]
-        self._extend(trail, limit)
-        nodes = trail.nodes[:limit]
-        blocks: list[int] = []
+        path = self._path(trail)
+        shared = self._in_arena(path)
+        nodes = list(path)
         if self._has_blocks:
-            for node in nodes:
-                if not node.block:
-                    break
-                blocks.append(node.block)
-            del nodes[len(blocks) :]
+            del nodes[len(shared) :]
+            nodes += itertools.takewhile(lambda node: node.host_block, path[len(shared) :])
         while self._has_slots and nodes and nodes[-1].checkpoint is None:
             nodes.pop()
         if not nodes:
-            return Match(0, tuple(blocks))
-        return Match(nodes[-1].num_tokens, tuple(blocks), nodes[-1])
+            return Match(0, shared)
+        hosted = tuple(nodes[len(shared) :]) if self._has_blocks else ()
+        return Match(nodes[-1].num_tokens, shared, nodes[-1], hosted)
+
+    def match_again(self, request: Request) -> Match:
+        """What a sequence that was swapped out and goes on need not copy back: K and V of its own tokens."""
+        trail = self._trails.get(request.id)
+        if trail is None:
+            return Match(request.num_computed)
+        path = self._path(trail)[: request.num_computed // self._size]
+        return Match(request.num_computed, self._in_arena(path))
+
+    def _path(self, trail: Trail) -> list[Node]:
+        """The nodes that a waiting request could begin after, as others find them."""
+        void = next((place for place, node in enumerate(trail.nodes) if node.is_void), None)
+        if void is not None:
+            self.index.leave(trail.nodes[void:])
+            del trail.nodes[void:]
+        limit = trail.limit(self._size)
+        self._extend(trail, limit)
+        return trail.nodes[:limit]
+
+    def _in_arena(self, path: Sequence[Node]) -> tuple[Node, ...]:
+        """The nodes at the beginning of a path whose K and V can be shared."""
+        return tuple(itertools.takewhile(lambda node: node.block, path))
 
     def wait(self, request: Request, match: Match, step_id: int) -> bool:
         """Whether a running request is about to compute what this one needs next: then it is out of the queue
@@ -185,58 +225,104 @@ class PrefixCache:
             if self._blocks.num_references(block) == 1:
                 self.index.pin(block)
         self._blocks.share(match.blocks)
-        if match.node is not None and match.node.checkpoint is not None:
-            self.index.hold(match.node.checkpoint, match.node)
+        self.hosted.hold_blocks(match.hosted)
+        if match.node is not None and (checkpoint := match.node.checkpoint) is not None:
+            if checkpoint.is_hosted:
+                self.hosted.hold_checkpoint(checkpoint)
+            else:
+                self.index.hold(checkpoint, match.node)
 
     def let_go(self, match: Match) -> None:
         self.free(match.blocks)
-        if match.node is not None and match.node.checkpoint is not None:
-            self.index.let_go(match.node.checkpoint, match.node)
+        self._have_read(match)
+
+    def _have_read(self, match: Match) -> None:
+        self.hosted.let_blocks_go(match.hosted)
+        if match.node is not None and (checkpoint := match.node.checkpoint) is not None:
+            if checkpoint.is_hosted:
+                self.hosted.let_checkpoint_go(checkpoint, match.node)
+            else:
+                self.index.let_go(checkpoint, match.node)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reference, not of the cache's own, to each block."""
         for block in self._blocks.free(blocks):
             self.index.unpin(block)
 
-    def begin(self, request: Request, match: Match, step_id: int) -> tuple[UnitCopy, ...]:
-        """A request starts in step `step_id` with what `hold` has kept for it, and a slot of its own: the
-        copies that the step begins with."""
+    def begin(self, request: Request, match: Match, plan: StepPlan) -> None:
+        """A request starts in the step that is planned with what `hold` has kept for it, blocks of its own
+        for what is in the host's memory, and a slot: the step begins with the copies."""
         request.num_computed = match.num_tokens
-        request.write_from = len(match.blocks) * self._size
+        request.write_from = match.num_blocks * self._size
         trail = self._trails.get(request.id)
         if trail is None:
-            return ()
+            return
         self.index.clock += 1
-        self._count(request, match)
+        self._count(trail, match)
         first = match.num_tokens // self._size
         trail.first_own = first
-        trail.num_noted = len(match.blocks) if self._has_blocks else first
         trail.turn_from = request.num_tokens
+        self._bring_in(trail, match)
         if not request.num_preemptions:  # nobody waits behind one that was preempted
             self._waits.announce(trail, trail.nodes[first : trail.limit(self._size)])
+        self._plan_cuts(trail, match)
+        if match.node is None:
+            return
+        self.index.touch(match.node)
+        self._reading.setdefault(plan.step_id, []).append(match)
+        own = request.block_ids[len(match.shared) : match.num_blocks]
+        plan.block_swaps_in += [
+            UnitCopy(node.host_block, block) for node, block in zip(match.hosted, own, strict=True)
+        ]
+        self.counters.num_found_blocks += len(match.hosted)
+        checkpoint = match.node.checkpoint
+        if checkpoint is None:
+            return
+        self._check(checkpoint, match.num_tokens)
+        copy = UnitCopy(checkpoint.slot, request.state_slot)
+        if checkpoint.is_hosted:
+            plan.state_swaps_in.append(copy)
+            self.counters.num_found_checkpoints += 1
+        else:
+            plan.state_copies.append(copy)
+
+    def go_on(self, request: Request, match: Match) -> None:
+        """A sequence that was swapped out has memory again, and what is in it."""
+        if (trail := self._trails.get(request.id)) is None:
+            return
+        self.index.clock += 1
+        trail.turn_from = request.num_tokens
+        self._bring_in(trail, match)
+        self._plan_cuts(trail, match)
+
+    def _bring_in(self, trail: Trail, match: Match) -> None:
+        """The full blocks that a sequence has with the step that is planned are for others too, when it has
+        finished."""
+        first, end = len(match.shared), match.num_tokens // self._size
+        trail.num_noted = max(first, end)
+        if blocks := trail.request.block_ids[first:end]:
+            self._blocks.share(blocks)
+            trail.num_pending += 1
+            end *= self._size
+            self._planned.append(_Pending(trail, end, end, first, blocks, None))
+
+    def _plan_cuts(self, trail: Trail, match: Match) -> None:
         if self._has_slots:
             cuts = plan_cuts(
                 trail, match, size=self._size, interval=self._interval, has_blocks=self._has_blocks
             )
             self._waits.set_cuts(trail, cuts)
-        if match.node is None:
-            return ()
-        self.index.touch(match.node)
-        checkpoint = match.node.checkpoint
-        if checkpoint is None or not self._has_slots:
-            return ()
-        self._check(checkpoint, match.num_tokens)
-        self._reading.setdefault(step_id, []).append((checkpoint, match.node))
-        return (UnitCopy(checkpoint.slot, request.state_slot),)
 
-    def _count(self, request: Request, match: Match) -> None:
-        counters = self.counters
+    def _count(self, trail: Trail, match: Match) -> None:
+        counters, request = self.counters, trail.request
         if request.num_preemptions:
             counters.num_resumed_tokens += match.num_tokens
             return
         request.num_cached = match.num_tokens
         counters.num_queried_tokens += request.num_prompt
         counters.num_unreached_tokens += max(0, request.write_from - match.num_tokens)
+        for miss, num_tokens in self._misses.of(trail, match):
+            counters.missed_tokens[miss] += num_tokens
         if match.node is not None:
             checkpoint = match.node.checkpoint
             counters.num_hits += 1
@@ -244,9 +330,8 @@ class PrefixCache:
 
     def _check(self, checkpoint: Checkpoint, num_tokens: int) -> None:
         """That a copy of it would be the state after these tokens (D13)."""
-        if checkpoint.num_tokens != num_tokens or checkpoint.generation != self._slots.generation(
-            checkpoint.slot
-        ):
+        pool = self.hosted if checkpoint.is_hosted else self._slots
+        if checkpoint.num_tokens != num_tokens or checkpoint.generation != pool.generation(checkpoint.slot):
             raise IntegrityError(f"the checkpoint in slot {checkpoint.slot} is not what it was")
 
     # ---- steps
@@ -293,12 +378,13 @@ class PrefixCache:
     def _slot_for(self, pending: _Pending, room: Callable[[], bool]) -> int:
         """0 where there is none, or only for something that is worth more."""
         if not self._slots.num_open and not room():
-            if (turn := pending.trail.turn) is not None and self._is_superseded(turn):
-                self._drop(turn)
+            turn = pending.trail.turn
+            if turn is not None and self._is_superseded(turn) and not turn.has_hosted_checkpoint:
+                self._replace(turn)
             elif (first := self.index.first_checkpoint) is not None:
                 if self.index.checkpoint_priority(first) >= self._priority(pending):
                     return 0
-                self._drop(first)
+                self._evict_checkpoint(first)
             if not self._slots.num_open:
                 return 0
         return self._slots.allocate(OWNER) or 0
@@ -320,8 +406,8 @@ class PrefixCache:
         )
 
     def step_finished(self, step_id: int) -> None:
-        for checkpoint, node in self._reading.pop(step_id, ()):
-            self.index.let_go(checkpoint, node)
+        for match in self._reading.pop(step_id, ()):
+            self._have_read(match)
         for pending in self._pending.pop(step_id, ()):
             self._publish(pending)
 
@@ -335,6 +421,7 @@ class PrefixCache:
             if place < num_known and not trail.nodes[place].block and (parent.block or not place):
                 held = self._blocks.num_references(block) > 1
                 self.index.fill(trail.nodes[place], block, is_held=held)
+                self.hosted.filled(trail.nodes[place])
             else:  # somebody else was first
                 self._blocks.free([block])
         if pending.checkpoint is not None:
@@ -354,7 +441,7 @@ class PrefixCache:
         self.counters.num_checkpoints += 1
         if checkpoint.cause is Cause.TURN:
             if trail.turn is not None and self._is_superseded(trail.turn):
-                self._drop(trail.turn)
+                self._replace(trail.turn)
             trail.turn = node
         while len(path := self.index.checkpoints_around(node)) > MAX_CHECKPOINTS:
             idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
@@ -374,7 +461,7 @@ class PrefixCache:
             return
         trail.is_trusted = False
         for node in trail.nodes[trail.first_own :]:
-            if node.block or node.checkpoint is not None:
+            if node.block or node.host_block or node.checkpoint is not None:
                 self.index.void(node)
                 return
 
@@ -387,35 +474,78 @@ class PrefixCache:
     # ---- memory
 
     def evict_block(self) -> bool:
-        """Give back a block that nobody holds; False where there is none."""
-        evicted = self.index.evict_block()
-        if evicted is None:
+        """Give back a block that nobody holds, with the checkpoint there; False where there is none."""
+        node = self.index.first_block
+        if node is None:
             return False
-        block, checkpoint = evicted
+        is_kept = self.hosted.keep_block(node)
+        if not is_kept:
+            self.index.remember_evicted(node)
+        if is_kept and node.checkpoint is not None and not node.has_hosted_checkpoint:
+            self._keep_checkpoint(node)
+        block, checkpoint = self.index.take_block(node)
         self._blocks.free([block])
         self.counters.num_evicted_blocks += 1
         if checkpoint is not None:
+            self.counters.num_vanished_checkpoints += 1
             self._free_checkpoint(checkpoint)
         return True
 
     def evict_checkpoint(self) -> bool:
-        checkpoint = self.index.evict_checkpoint()
-        if checkpoint is None:
+        """Give back the slot of a checkpoint that nobody reads; False where there is none."""
+        node = self.index.first_checkpoint
+        if node is None:
             return False
-        self._free_checkpoint(checkpoint)
+        self._evict_checkpoint(node)
         return True
+
+    def _evict_checkpoint(self, node: Node) -> None:
+        if not self._keep_checkpoint(node):
+            self.counters.num_vanished_checkpoints += 1
+            if not self._has_blocks:  # with it goes all that is kept of the prefix
+                self.index.remember_evicted(node)
+            self._drop(node)
+
+    def _keep_checkpoint(self, node: Node) -> bool:
+        is_kept = self.hosted.keep_checkpoint(node, OWNER)
+        self.counters.num_evicted_checkpoints += is_kept
+        return is_kept
 
     def clear(self) -> None:
         """Keep nothing but what sequences hold or steps in flight use."""
         while self.evict_block() or self.evict_checkpoint():
             pass
+        self._host.clear()
+
+    def rename(self, renaming: Renaming) -> None:
+        """Units have moved."""
+        self.index.rename_blocks(renaming.blocks)
+        for pending in self._all_pending():
+            pending.blocks = renaming.of_blocks(pending.blocks)
+        if not renaming.slots:
+            return
+        for checkpoint in self._all_checkpoints():
+            if checkpoint.slot in renaming.slots:
+                checkpoint.slot = renaming.slots[checkpoint.slot]
+                checkpoint.generation = self._slots.generation(checkpoint.slot)
 
     def _drop(self, node: Node) -> None:
         self._free_checkpoint(self.index.take_down(node))
 
+    def _replace(self, node: Node) -> None:
+        """A sequence's former end makes room for its new one."""
+        self._give_back(self.index.take_down(node))
+        self.counters.num_replaced_checkpoints += 1
+
     def _free_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._slots.free(checkpoint.slot, OWNER)
+        self._give_back(checkpoint)
         self.counters.num_evicted_checkpoints += 1
+
+    def _give_back(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.is_hosted:
+            self.hosted.drop_checkpoint(checkpoint)
+        else:
+            self._slots.free(checkpoint.slot, OWNER)
 
     def _all_pending(self) -> Iterator[_Pending]:
         yield from self._planned
@@ -424,19 +554,30 @@ class PrefixCache:
 
     @property
     def num_checkpoints(self) -> int:
-        """With those that are being written."""
+        """In the arena, with those that are being written."""
         return self.index.num_checkpoints + sum(one.checkpoint is not None for one in self._all_pending())
+
+    def _all_checkpoints(self) -> Iterator[Checkpoint]:
+        """In the arena, those that are being written too."""
+        yield from (checkpoint for checkpoint in self.index.checkpoints if not checkpoint.is_hosted)
+        for pending in self._all_pending():
+            if pending.checkpoint is not None:
+                yield pending.checkpoint
 
     @property
     def slots(self) -> list[int]:
-        """Of all checkpoints, those that are being written too."""
-        pending = [one.checkpoint for one in self._all_pending() if one.checkpoint is not None]
-        return [checkpoint.slot for checkpoint in (*self.index.checkpoints, *pending)]
+        """Of all checkpoints in the arena, those that are being written too."""
+        return [checkpoint.slot for checkpoint in self._all_checkpoints()]
+
+    @property
+    def pending_blocks(self) -> list[int]:
+        """Those that steps in flight, and the one that is planned, add to the tree."""
+        return [block for one in self._all_pending() for block in one.blocks]
 
     @property
     def block_references(self) -> list[int]:
         """Each block as often as the cache holds it."""
-        return [*self.index.blocks, *(block for one in self._all_pending() for block in one.blocks)]
+        return [*self.index.blocks, *self.pending_blocks]
 
     def check_integrity(self) -> None:
         self.index.check_integrity()

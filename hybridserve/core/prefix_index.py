@@ -5,15 +5,17 @@ ids and counts of blocks and slots; does not own them, and does not know request
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
 from hybridserve.core.lazy_heap import LazyHeap
+from hybridserve.core.prefix_misses import EvictedPaths
 from hybridserve.core.slabs import IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.eviction import Priority
@@ -44,6 +46,8 @@ class Checkpoint:
     num_hits: int = 0
     num_readers: int = 0
     """Steps in flight that copy from it."""
+    is_hosted: bool = False
+    """Whether its slot is one of the host's memory."""
 
 
 class Node:
@@ -53,23 +57,31 @@ class Node:
         "block",
         "checkpoint",
         "children",
+        "host_block",
         "is_void",
         "key",
         "last_used",
         "num_filled",
+        "num_host_readers",
+        "num_hosted",
         "num_tokens",
         "num_users",
         "parent",
+        "path",
         "pins",
     )
 
     def __init__(self, parent: Node | None, key: bytes, num_tokens: int) -> None:
         self.parent = parent
         self.key = key
+        self.path: int = hash((parent.path, key)) if parent else 0  # tells it from others when it is gone
         self.num_tokens = num_tokens  # up to its end
         self.children: dict[bytes, Node] = {}
         self.num_users = 0  # live requests whose tokens these are
         self.block = 0
+        self.host_block = 0  # where K and V are in the host's memory; not both, unless a step reads it there
+        self.num_host_readers = 0  # steps in flight that do
+        self.num_hosted = 0  # 1 if the checkpoint is in the host's memory, and 1 for each child that has any
         self.num_filled = 0  # children that have a block
         self.pins = 0  # 1 if somebody else holds the block, and 1 for each child that has pins
         self.last_used = 0
@@ -78,7 +90,12 @@ class Node:
 
     @property
     def is_bare(self) -> bool:
-        return not (self.children or self.num_users or self.block or self.checkpoint)
+        kept = self.block or self.host_block or self.checkpoint
+        return not (self.children or self.num_users or kept)
+
+    @property
+    def has_hosted_checkpoint(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.is_hosted
 
 
 class PrefixIndex:
@@ -86,7 +103,8 @@ class PrefixIndex:
 
     Blocks are there for a path's whole beginning or not at all. A block is evictable while nobody else holds
     it or one below it; `pin` and `unpin` say so. A checkpoint is, while no step in flight reads it. Finding
-    the next to go costs O(log n) in what is evictable, however much is not.
+    the next to go costs O(log n) in what is evictable, however much is not. What is in the host's memory
+    hangs here as well, anywhere; when it goes is for others to say (`core/prefix_host.py`).
     """
 
     def __init__(self, layout: CacheLayout) -> None:
@@ -98,6 +116,8 @@ class PrefixIndex:
         self._idle = LazyHeap[Node](self.checkpoint_priority)
         self._checkpointed: dict[Node, None] = {}
         self._num_void = 0
+        self.evicted = EvictedPaths()
+        self._num_hosted = 0  # checkpoints
         self.num_evictable_blocks = 0
         self.clock = 0
         """Admissions so far."""
@@ -108,7 +128,8 @@ class PrefixIndex:
 
     @property
     def num_checkpoints(self) -> int:
-        return len(self._checkpointed)
+        """In the arena."""
+        return len(self._checkpointed) - self._num_hosted
 
     @property
     def num_evictable_slots(self) -> int:
@@ -120,7 +141,17 @@ class PrefixIndex:
 
     @property
     def checkpoints(self) -> Iterator[Checkpoint]:
+        """In the arena or not."""
         return (node.checkpoint for node in self._checkpointed if node.checkpoint is not None)
+
+    @property
+    def nodes(self) -> Iterator[Node]:
+        """All of them. Costs O(nodes)."""
+        todo = [self._top]
+        while todo:
+            node = todo.pop()
+            todo += node.children.values()
+            yield node
 
     # ---- paths
 
@@ -140,9 +171,10 @@ class PrefixIndex:
         """One user fewer of each node of a path."""
         for node in nodes:
             node.num_users -= 1
-        self._prune(nodes[-1])
+        self.prune(nodes[-1])
 
-    def _prune(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:
+        """Something that hung there is gone."""
         while node.parent is not None and node.is_bare:
             del node.parent.children[node.key]
             node = node.parent
@@ -156,6 +188,29 @@ class PrefixIndex:
         node.parent.children[node.key] = node
 
     # ---- blocks
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def rename_blocks(self, moved: Mapping[int, int]) -> None:
+        """Blocks have moved. All are taken out before any is put back, as one may be where another was."""
+        nodes = [(new, self._by_block.pop(block)) for block, new in moved.items() if block in self._by_block]
+        for new, node in nodes:
+            node.block = new
+            self._by_block[new] = node
+
+    def num_evictable_without(self, blocks: Iterable[int]) -> int:
+        """Blocks that would be evictable if nobody else held these, which somebody does now or not."""
+        count, gone = self.num_evictable_blocks, Counter[Node]()
+        for block in blocks:
+            node = self._by_block.get(block)
+            while node is not None and node.pins:
+                gone[node] += 1
+                if gone[node] < node.pins:
+                    break
+                count += node.block > 0
+                node = node.parent
+        return count
 
     def fill(self, node: Node, block: int, *, is_held: bool) -> None:
         """Hang up a block; `is_held`: somebody else holds it as well."""
@@ -214,14 +269,38 @@ class PrefixIndex:
         self._file_leaf(node)
 
     def take_down(self, node: Node) -> Checkpoint:
-        """Of a checkpoint that nobody reads."""
+        """Of a checkpoint, in the arena or not, that nobody reads."""
         checkpoint = self._take_from(node)
         self._file_leaf(node)
-        self._prune(node)
+        self.prune(node)
         return checkpoint
 
+    def move_to_host(self, node: Node, slot: int, generation: int) -> None:
+        """The checkpoint of a node, which nobody reads, is in a slot of the host's memory now."""
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        self._idle.remove(node)
+        checkpoint.slot, checkpoint.generation, checkpoint.is_hosted = slot, generation, True
+        self._num_hosted += 1
+        one: Node | None = node
+        while one is not None:
+            one.num_hosted += 1
+            if one.num_hosted > 1:
+                break
+            one = one.parent
+        self._file_leaf(node)
+
+    def _leave_host(self, node: Node) -> None:
+        one: Node | None = node
+        while one is not None:
+            one.num_hosted -= 1
+            if one.num_hosted:
+                return
+            self._file_leaf(one)
+            one = one.parent
+
     def hold(self, checkpoint: Checkpoint, node: Node) -> None:
-        """A step is going to read it."""
+        """A step is going to read it, in the arena."""
         checkpoint.num_readers += 1
         if checkpoint.num_readers == 1:
             self._idle.remove(node)
@@ -270,10 +349,15 @@ class PrefixIndex:
 
     def _file_checkpoint(self, node: Node) -> None:
         checkpoint = node.checkpoint
-        if checkpoint is not None and not checkpoint.num_readers:
+        if checkpoint is not None and not checkpoint.num_readers and not checkpoint.is_hosted:
             self._idle.put(node)
 
     # ---- eviction
+
+    def remember_evicted(self, node: Node) -> None:
+        """What is kept of it is about to go for good, for want of memory."""
+        if not node.is_void:
+            self.evicted.add(node.path)
 
     def checkpoint_priority(self, node: Node) -> Priority:
         """Tokens since the checkpoint above; with the last of a path go the blocks since then."""
@@ -285,11 +369,15 @@ class PrefixIndex:
         return priority(num_tokens, num_bytes, checkpoint.last_used)
 
     def _leaf_priority(self, node: Node) -> Priority:
-        if node.checkpoint is not None:
+        if node.checkpoint is not None and not node.checkpoint.is_hosted:  # it goes with the block
             return self.checkpoint_priority(node)
-        # where sequences have a state, tokens after the last checkpoint have to be computed anyway
-        num_tokens = 0 if self._layout.slots_per_slab else self._layout.block_size
+        num_tokens = self._layout.block_size if self.is_useful(node) else 0
         return priority(num_tokens, self._layout.block_stride, node.last_used)
+
+    def is_useful(self, node: Node) -> bool:
+        """Whether the last block of a path is worth something. Where sequences have a state, tokens after the
+        last checkpoint have to be computed anyway."""
+        return not self._layout.slots_per_slab or node.checkpoint is not None or node.num_hosted > 0
 
     @property
     def first_checkpoint(self) -> Node | None:
@@ -300,15 +388,18 @@ class PrefixIndex:
     def has_useless_block(self) -> bool:
         """Whether the next block to go is one after the last checkpoint of its path."""
         node = self._leaves.first()
-        return node is not None and node.checkpoint is None and self._layout.slots_per_slab > 0
+        return node is not None and not self.is_useful(node)
 
-    def evict_block(self) -> tuple[int, Checkpoint | None] | None:
-        """The last block of some path, with the checkpoint there; None where there is none to be had."""
-        node = self._leaves.first()
-        if node is None:
-            return None
+    @property
+    def first_block(self) -> Node | None:
+        """The next to go: the last block of some path."""
+        return self._leaves.first()
+
+    def take_block(self, node: Node) -> tuple[int, Checkpoint | None]:
+        """The last block of a path, which nobody else holds; with the checkpoint, if that is in the arena."""
         assert node.parent is not None
-        checkpoint = self._take_from(node) if node.checkpoint is not None else None
+        is_free = node.checkpoint is None or node.checkpoint.is_hosted
+        checkpoint = None if is_free else self._take_from(node)
         self._leaves.remove(node)
         block, node.block = node.block, 0
         del self._by_block[block]
@@ -317,7 +408,7 @@ class PrefixIndex:
         parent.num_filled -= 1
         parent.last_used = max(parent.last_used, node.last_used)
         self._file_leaf(parent)
-        self._prune(node)
+        self.prune(node)
         return block, checkpoint
 
     def _take_from(self, node: Node) -> Checkpoint:
@@ -326,12 +417,12 @@ class PrefixIndex:
         assert not checkpoint.num_readers
         node.checkpoint = None
         del self._checkpointed[node]
-        self._idle.remove(node)
+        if checkpoint.is_hosted:
+            self._num_hosted -= 1
+            self._leave_host(node)
+        else:
+            self._idle.remove(node)
         return checkpoint
-
-    def evict_checkpoint(self) -> Checkpoint | None:
-        node = self._idle.first()
-        return None if node is None else self.take_down(node)
 
     # ---- checks
 
@@ -340,13 +431,17 @@ class PrefixIndex:
         blocks: dict[int, Node] = {}
         checkpointed: set[Node] = set()
         leaves = num_evictable = 0
-        todo = [self._top]
-        while todo:
-            node = todo.pop()
-            todo += node.children.values()
+        for node in self.nodes:
             pinned = sum(child.pins > 0 for child in node.children.values())
             if node.num_filled != sum(child.block > 0 for child in node.children.values()):
                 raise IntegrityError("a node has miscounted its children")
+            is_hosted = node.has_hosted_checkpoint
+            if node.num_hosted != is_hosted + sum(child.num_hosted > 0 for child in node.children.values()):
+                raise IntegrityError("a node has miscounted what is in the host's memory")
+            if node.num_host_readers and not node.host_block:
+                raise IntegrityError("a step copies K and V from where they are not")
+            if node.host_block and node.block and not node.num_host_readers:
+                raise IntegrityError("K and V are in two places")
             if node.parent is None:
                 continue
             if node.is_bare or node.parent.children.get(node.key) is not node:
@@ -365,14 +460,15 @@ class PrefixIndex:
                 checkpointed.add(node)
                 if node.checkpoint.num_tokens != node.num_tokens:
                     raise IntegrityError("a checkpoint hangs where it does not belong")
-                if self._layout.blocks_per_slab and not node.block:
+                if self._layout.blocks_per_slab and not node.block and not is_hosted:
                     raise IntegrityError("a checkpoint without K and V")
         if blocks != self._by_block or num_evictable != self.num_evictable_blocks:
             raise IntegrityError("blocks of the tree were miscounted")
         if leaves != len(self._leaves):
             raise IntegrityError("what is to be evicted next was miscounted")
-        idle = sum(not checkpoint.num_readers for checkpoint in self.checkpoints)
-        if checkpointed != set(self._checkpointed) or idle != len(self._idle):
+        idle = sum(not one.num_readers and not one.is_hosted for one in self.checkpoints)
+        hosted = sum(one.is_hosted for one in self.checkpoints)
+        if checkpointed != set(self._checkpointed) or idle != len(self._idle) or hosted != self._num_hosted:
             raise IntegrityError("checkpoints of the tree were miscounted")
 
     def max_checkpoints_on_a_path(self) -> int:

@@ -26,10 +26,22 @@ class Match(NamedTuple):
 
     num_tokens: int = 0
     """That need not be computed."""
-    blocks: tuple[int, ...] = ()
-    """With K and V; they may reach further."""
+    shared: tuple[Node, ...] = ()
+    """With K and V in the arena; they may reach further."""
     node: Node | None = None
     """Where the tokens end."""
+    hosted: tuple[Node, ...] = ()
+    """After `shared`, up to where the tokens end: with K and V in the host's memory."""
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Of `shared`, as they are called now: while room is made, they may move."""
+        return tuple([node.block for node in self.shared])
+
+    @property
+    def num_blocks(self) -> int:
+        """With K and V, wherever they are."""
+        return len(self.shared) + len(self.hosted)
 
 
 class Cut(NamedTuple):
@@ -89,7 +101,7 @@ def plan_cuts(trail: Trail, match: Match, *, size: int, interval: int, has_block
         step = max(interval, share)
         cuts |= dict.fromkeys(range(start // step * step + step, last, step), Cause.INTERVAL)
     cuts[last] = Cause.PROMPT
-    known = len(match.blocks) if has_blocks else _num_known_to_others(nodes)
+    known = match.num_blocks if has_blocks else _num_known_to_others(nodes)
     for end in (*_partings(nodes[start // size :]), known * size):
         cuts[end] = Cause.PARTING
     return [

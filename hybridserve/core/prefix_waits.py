@@ -42,6 +42,10 @@ class PrefixWaits:
         for node in nodes:
             self._writers.setdefault(node, trail)
 
+    def has_writer(self, node: Node) -> bool:
+        """Whether a running request is going to compute it."""
+        return node in self._writers
+
     def set_cuts(self, trail: Trail, cuts: list[Cut]) -> None:
         trail.cuts = cuts
         trail.request.next_cut = cuts[0].num_tokens if cuts else 0

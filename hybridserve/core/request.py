@@ -213,7 +213,7 @@ class CacheKey(NamedTuple):
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # holds no memory: new, or preempted and to be computed again
+    WAITING = "waiting"  # holds nothing of the arena: new, swapped out, or preempted and to be computed again
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -264,7 +264,7 @@ class Request:
     block_ids: tuple[int, ...] = ()
     state_slot: int = 0
     host_block_ids: tuple[int, ...] = ()
-    """Of the host's memory, where its blocks are while it has been swapped out, and `host_slot` its state."""
+    """Of the host's memory, where its blocks are while it is swapped out, and `host_slot` its state."""
     host_slot: int = 0
     write_from: int = 0
     """K and V of tokens before it are in blocks that others share: they are not written again."""
@@ -286,6 +286,16 @@ class Request:
     def has_started(self) -> bool:
         """Whether it has been computed before, by itself or by the request that it forked from."""
         return self.num_preemptions > 0 or self.parent_id is not None
+
+    @property
+    def has_memory(self) -> bool:
+        """Of the arena."""
+        return self.state_slot > 0 or self.block_ids != ()
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """What it has computed is in the host's memory."""
+        return self.host_slot > 0 or self.host_block_ids != ()
 
     @property
     def num_prompt(self) -> int:

@@ -6,6 +6,7 @@ There are no phases (D5): a sequence has tokens and computed tokens, a step clos
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hybridserve.core.adapter_slots import AdapterSlots
 from hybridserve.core.adapter_turns import AdapterTurns
 from hybridserve.core.cache_manager import CacheManager
+from hybridserve.core.compaction import CompactionCounters
 from hybridserve.core.fair_queue import FairQueue
 from hybridserve.core.forks import Forks
 from hybridserve.core.limits import Limits
 from hybridserve.core.plan import Share, StepPlan
+from hybridserve.core.prefix_trails import Match
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 from hybridserve.core.request_queue import RequestQueue
 from hybridserve.core.slabs import IntegrityError
-from hybridserve.core.step import UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -52,6 +54,14 @@ class SchedulerCounters:
     num_forks: int = 0
     num_failed_forks: int = 0
     """Children that had to compute the prompt again, because memory or max_num_seqs allowed no fork."""
+    num_swaps_out: int = 0
+    """Of the preemptions, those that moved what was computed to the host's memory."""
+    num_swaps_in: int = 0
+    num_swap_bytes: int = 0
+    """Of sequences, out and in."""
+    num_recomputed_instead: int = 0
+    """Of the preemptions, those that should have, and for which it had no room, or which lost a copy that was
+    about to be made."""
 
 
 class Scheduler:
@@ -69,6 +79,11 @@ class Scheduler:
 
     With `prefix_caching`, what was computed of a prefix is computed once (`PrefixCache`): a request begins
     where another has been, and waits for one that is on its way there.
+
+    With `num_host_slabs` > 1 (slab 0 is never used), the host has memory for what the arena has none for:
+    prefixes, and sequences that are preempted. `preemption` says whether those are swapped or computed again;
+    "auto": swapped where their bytes take less time, out and in again, than their tokens. In the time of a
+    token, `swap_bytes_per_token` bytes do.
     """
 
     def __init__(
@@ -87,7 +102,12 @@ class Scheduler:
         max_running_per_adapter: int | None = None,
         prefix_caching: bool = False,
         checkpoint_interval: int = 0,
+        num_host_slabs: int = 0,
+        preemption: Literal["auto", "swap", "recompute"] = "auto",
+        swap_bytes_per_token: int = 0,
     ) -> None:
+        if preemption == "swap" and num_host_slabs < 2:
+            raise ValueError("preemption: 'swap' needs memory of the host (num_host_slabs)")
         self._limits = Limits(
             layout=layout,
             max_num_seqs=max_num_seqs,
@@ -102,10 +122,16 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.policy = policy
-        self._prefix_caching, self._checkpoint_interval = prefix_caching, checkpoint_interval
-        self.cache = CacheManager(
-            layout, prefix_caching=prefix_caching, checkpoint_interval=checkpoint_interval
+        self.preemption, self.swap_bytes_per_token = preemption, swap_bytes_per_token
+        self._new_cache = functools.partial(
+            CacheManager,
+            layout,
+            num_host_slabs=num_host_slabs,
+            prefix_caching=prefix_caching,
+            checkpoint_interval=checkpoint_interval,
+            compaction_counters=CompactionCounters(),
         )
+        self.cache = self._new_cache()
         self.adapters = adapters or AdapterSlots(0)
         self.counters = SchedulerCounters()
         self._checks = check_integrity
@@ -191,19 +217,33 @@ class Scheduler:
             self.cache.prefix.distrust(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's memory; it will compute its tokens again, as one longer prompt.
-
-        This is the place that will choose between that and moving the memory to the host.
-        """
+        """Take a running request's memory. What is in it moves to the host's, and the request will go on
+        where it was; or it will compute its tokens again, as one longer prompt."""
         if request.status is not RequestStatus.RUNNING:
             raise ValueError(f"request {request.id!r} is not running")
         self._stop_running(request)
+        if not self._swap_out(request):
+            request.num_computed = 0
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed = 0
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self._queue_when_known(request)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Whether it has been planned to move what a request has computed to the host's memory."""
+        if not 0 < request.num_computed < request.num_tokens or self.preemption == "recompute":
+            return False
+        num_bytes = self.cache.swapped_bytes(request)
+        if self.preemption == "auto" and num_bytes > request.num_computed * self.swap_bytes_per_token:
+            return False
+        # a fork that this very step would make has nothing yet
+        if request.last_step == self._next_step_id or not self.cache.swap_out(request):
+            self.counters.num_recomputed_instead += 1
+            return False
+        self.counters.num_swaps_out += 1
+        self.counters.num_swap_bytes += num_bytes
+        return True
 
     def restart(self) -> list[str]:
         """Go on after a step that failed or was interrupted: nobody knows what it wrote, and it can't be run
@@ -215,12 +255,7 @@ class Scheduler:
         unborn = [r.id for r in self._requests.values() if r.parent_id is not None and not r.output_ids]
         self._finished += [name for name, request in self._requests.items() if request.block_ids]
         self._finished += self._forks.parent_ids
-        self.cache = CacheManager(
-            self.layout,
-            prefix_caching=self._prefix_caching,
-            checkpoint_interval=self._checkpoint_interval,
-            counters=self.cache.prefix.counters,
-        )
+        self.cache = self._new_cache(counters=self.cache.prefix.counters)
         self.adapters.reset()
         self._forks.clear()
         self._in_flight.clear()
@@ -232,6 +267,7 @@ class Scheduler:
                 self.counters.num_preemptions += 1
             request.status, request.last_step = RequestStatus.WAITING, -1
             request.block_ids, request.state_slot = (), 0
+            request.host_block_ids, request.host_slot = (), 0
             request.num_computed = request.num_pending = request.write_from = request.next_cut = 0
             self.cache.prefix.open(request)
         self._running = RequestQueue()
@@ -245,20 +281,24 @@ class Scheduler:
         if len(self._in_flight) == MAX_STEPS_IN_FLIGHT:
             raise RuntimeError(f"{MAX_STEPS_IN_FLIGHT} steps are in flight: update() comes next")
         plan = StepPlan(self._next_step_id, self.max_num_batched_tokens)
+        self.cache.begin_step(plan)
         self._queue_woken()
         self._fork_children(plan)
-        self._schedule_running(plan)
-        self._turns.assign(plan.step_id)
-        self._admit_waiting(plan)
+        self._fill(plan)
+        if not plan.shares and self.cache.compactor.lift_bound():
+            self._fill(plan)
         if not plan.shares:
             return None
         plan.state_saves = self.cache.plan_saves(
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
         )
+        moves, moved = self.cache.take_moves()
         step = plan.freeze(
             self._finished,
             self.adapters.generation,
-            moves=UnitCopies(self.cache.blocks.take_moves(), self.cache.slots.take_moves()),
+            swaps_out=self.cache.host.take_swaps_out(),
+            moves=moves,
+            moved=moved,
         )
         self._finished.clear()
         self._in_flight.append(plan)
@@ -266,6 +306,12 @@ class Scheduler:
         if self._checks:
             self.check_integrity()
         return step
+
+    def _fill(self, plan: StepPlan) -> None:
+        plan.is_starved = False
+        self._schedule_running(plan)
+        self._turns.assign(plan.step_id)
+        self._admit_waiting(plan)
 
     def _fork_children(self, plan: StepPlan) -> None:
         """Before the parents' states move on. A child that finds no room computes its prompt instead."""
@@ -275,7 +321,7 @@ class Scheduler:
         for parent, children in self._forks.take():
             for child in children:
                 room = self._may_run(child) and self.cache.make_room(promised, 1)
-                copies = self.cache.fork(parent, child) if room and parent.num_computed else None
+                copies = self.cache.fork(parent, child) if room and parent.has_memory else None
                 if copies is None:
                     self.counters.num_failed_forks += 1
                     self._queue_when_known(child)
@@ -284,7 +330,7 @@ class Scheduler:
                 self._start_running(child)
                 self.counters.num_forks += 1
             if parent.status is RequestStatus.FINISHED:
-                self._release(parent)
+                self._release_all(parent)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
@@ -325,23 +371,28 @@ class Scheduler:
             return
         promised, prefix = self._num_promised_blocks(), self.cache.prefix
         while plan.budget and len(self._running) < self.max_num_seqs and (request := self._waiting.first):
-            match = prefix.match(request)
-            if prefix.wait(request, match, plan.step_id):
+            is_swapped_out = request.is_swapped_out
+            match = prefix.match_again(request) if is_swapped_out else prefix.match(request)
+            if not is_swapped_out and prefix.wait(request, match, plan.step_id):
                 self._waiting.discard(request)
                 continue
-            num_blocks = self.layout.blocks_for(min(request.num_tokens + 1, request.max_computed))
-            num_blocks -= len(match.blocks)
-            copies = self.cache.admit(request, match, promised + num_blocks, plan.step_id)
-            if copies is None:
+            num_tokens = min(request.num_tokens + 1, request.max_computed)
+            num_blocks = self.layout.blocks_for(num_tokens) - len(match.shared)
+            is_admitted = self.cache.admit(request, match, promised + num_blocks, plan)
+            if not is_admitted and match.node is not None:  # the checkpoint may be in the way of its own slot
+                match, num_blocks = Match(), num_blocks + len(match.shared)
+                is_admitted = self.cache.admit(request, match, promised + num_blocks, plan)
+            if not is_admitted:
                 break
-            plan.state_copies += copies
+            if is_swapped_out:
+                self.counters.num_swaps_in += 1
             length = min(request.num_tokens - request.num_computed, plan.budget)
             if request.next_cut:
                 length = min(length, request.next_cut - request.num_computed)
             self.cache.reserve(request, request.num_computed + length)
             self._waiting.discard(request)
             self._start_running(request)
-            promised += num_blocks + len(match.blocks) - len(request.block_ids)
+            promised += num_blocks + len(match.shared) - len(request.block_ids)
             self._advance(plan, request, length)
 
     def _queue_woken(self) -> None:
@@ -367,8 +418,15 @@ class Scheduler:
 
     def _num_promised_blocks(self) -> int:
         """Blocks that the running sequences lack for the tokens that they have."""
-        needed, running = self.cache.blocks_needed, self._running
-        return sum(needed(request, min(request.num_tokens, request.max_computed)) for request in running)
+        if not self.layout.blocks_per_slab:
+            return 0
+        size, num_promised = self.layout.block_size, 0
+        for request in self._running:  # a hot path
+            num_held = len(request.block_ids)
+            num_lacking = min(request.num_tokens, request.max_computed) - num_held * size
+            if num_lacking > 0:
+                num_promised += -(-num_lacking // size)
+        return num_promised
 
     def _advance(self, plan: StepPlan, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""
@@ -455,7 +513,7 @@ class Scheduler:
         request.status, request.finish_reason = RequestStatus.FINISHED, finish_reason
         request.num_pending = 0
         for one in self._forks.finish(request):
-            self._release(one)
+            self._release_all(one)
 
     def _leave_queues(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -463,9 +521,13 @@ class Scheduler:
         else:
             self._waiting.discard(request)
 
+    def _release_all(self, request: Request) -> None:
+        self._release(request)
+        self.cache.host.release(request)
+
     def _release(self, request: Request) -> None:
-        """Give up what only requests with memory hold."""
-        if not request.block_ids and not request.state_slot:
+        """Give up what only requests with memory in the arena hold."""
+        if not request.has_memory:
             return
         self._finished.append(request.id)
         self.cache.release(request)
@@ -533,9 +595,11 @@ class Scheduler:
             waits = self._forks.waits(request) or self.cache.prefix.holds(request)
             if request.id not in queued and not request.num_pending and not waits:
                 raise IntegrityError(f"request {request.id!r} is in no queue and nothing will put it there")
-            if request.status is RequestStatus.WAITING and (request.block_ids or request.state_slot):
+            if request.status is RequestStatus.WAITING and request.has_memory:
                 raise IntegrityError(f"request {request.id!r} is waiting, but holds memory")
+            if request.status is RequestStatus.RUNNING and request.is_swapped_out:
+                raise IntegrityError(f"request {request.id!r} runs, but is swapped out")
         holders = [*self._requests.values(), *self._forks.ended_parents]
         self.cache.check_integrity(holders)
-        users = Counter(request.adapter_id for request in holders if request.block_ids or request.state_slot)
+        users = Counter(request.adapter_id for request in holders if request.has_memory)
         self.adapters.check_integrity({name: count for name, count in users.items() if name is not None})

@@ -6,13 +6,8 @@ Knows ids and counts; does not know bytes, requests or what a unit holds.
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from typing import TYPE_CHECKING
 
 from hybridserve.core.step import UnitCopy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class SlabKind(enum.IntEnum):
@@ -32,8 +27,8 @@ class SlabAllocator:
     """Hands out slabs 1 .. num_slabs - 1; slab 0 is the null slab (D8). A slab serves one pool at a time."""
 
     def __init__(self, num_slabs: int) -> None:
-        if num_slabs < 2:
-            raise ValueError(f"num_slabs: {num_slabs} leaves nothing beside the null slab")
+        if num_slabs < 1:
+            raise ValueError(f"num_slabs: {num_slabs} leaves no room for the null slab")
         self.num_slabs = num_slabs
         # Slabs from here on were never used; on a CPU the system has not committed their pages yet.
         self._fresh = 1
@@ -88,9 +83,9 @@ class SlabAllocator:
 class UnitPool:
     """Units of one kind, `slab * units_per_slab + i`. Slabs are taken when needed, given back when empty.
 
-    The fullest slab is filled first, so that the others have a chance to empty and change their use. Each
-    operation costs O(units that it moves), however many slabs there are. `units_per_slab` 0: a kind that the
-    model doesn't have.
+    The fullest slab is filled first, so that the others have a chance to empty and change their use; the
+    emptiest one can be emptied into the others. Each operation costs O(units that it moves), or O(a slab),
+    however many slabs there are. `units_per_slab` 0: a kind that the model doesn't have.
     """
 
     kind: SlabKind
@@ -124,10 +119,43 @@ class UnitPool:
         missing = count - self.num_open
         return -(-missing // self.units_per_slab) if missing > 0 else 0
 
-    def slabs_used_by(self, units: Iterable[int]) -> int:
-        """Slabs that would be empty without these units, which are in use."""
-        counts = Counter(unit // self.units_per_slab for unit in units)
-        return sum(count + len(self._free[slab]) == self.units_per_slab for slab, count in counts.items())
+    def slabs_to_spare(self, count: int) -> int:
+        """Slabs that could be emptied if units were moved together, beside room for `count` more units; below
+        0, those that have to be added. 0 for a kind that the model doesn't have."""
+        return (self.num_open - count) // self.units_per_slab if self.units_per_slab else 0
+
+    @property
+    def num_in_emptiest(self) -> int:
+        """Units in use of the slab that `empty_slab` would empty."""
+        return self.units_per_slab + 1 - self._rooms.bit_length()
+
+    def empty_slab(self) -> dict[int, int]:
+        """Move what is in use of the emptiest slab into open units of others, the fullest first, and give the
+        slab back. The caller has checked that there are as many (`slabs_to_spare`). Returns where each went.
+        """
+        size, room = self.units_per_slab, self._rooms.bit_length() - 1
+        slab = next(iter(self._by_room[room]))
+        self._discard(slab, room)
+        free = set(self._free.pop(slab))
+        units = [unit for unit in range(slab * size, (slab + 1) * size) if unit not in free]
+        self.num_used -= len(units)
+        moved = dict(zip(units, sorted(self._take(len(units))), strict=True))
+        self.slabs.free(slab)
+        for unit, new in moved.items():
+            origin = self._moves.pop(unit, unit)
+            if origin != new:
+                self._moves[new] = origin
+            self._rename(unit, new)
+        return moved
+
+    def _rename(self, unit: int, new: int) -> None:
+        """What is known of a unit is about another now."""
+        raise NotImplementedError
+
+    @property
+    def num_moves(self) -> int:
+        """Since the last `take_moves`; a unit counts once."""
+        return len(self._moves)
 
     def origin(self, unit: int) -> int:
         """Where the next step finds what a unit holds."""
@@ -205,5 +233,7 @@ class UnitPool:
                 raise IntegrityError(f"slab {slab}: a unit is lost, free twice, or free and in use")
         if any(unit // size not in self._free for unit in used):
             raise IntegrityError("a unit is in use in a slab that is not held")
+        if not self._moves.keys() <= used:
+            raise IntegrityError("something would be moved to a unit that is free")
         if self._rooms != sum(1 << room for room, slabs in enumerate(self._by_room) if room and slabs):
             raise IntegrityError("the index of slabs by free units is wrong")

@@ -36,6 +36,10 @@ class SlotPool(UnitPool):
         del self._owners[slot]
         self._give(slot)
 
+    def _rename(self, unit: int, new: int) -> None:
+        self._owners[new] = self._owners.pop(unit)
+        self._generations[new] = self._generations.get(new, 0) + 1
+
     def owner(self, slot: int) -> str | None:
         return self._owners.get(slot)
 

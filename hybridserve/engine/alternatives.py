@@ -60,16 +60,18 @@ def make_plan_or_suggest(config: EngineConfig, model_path: Path) -> EnginePlan:
 
 
 def _with_hint(error: DoesNotFitError, config: EngineConfig, hf_config: Mapping[str, Any]) -> DoesNotFitError:
-    found = [" with ".join(map(str, each)) for each in _nearest(config, hf_config, error.room)]
+    found = [" with ".join(map(str, each)) for each in _nearest(config, hf_config, error)]
     hint = f"; what would fit: {', or '.join(found)}" if found else ""
-    return DoesNotFitError(f"{error}{hint}", room=error.room)
+    return DoesNotFitError(f"{error}{hint}", room=error.room, key=error.key)
 
 
-def _nearest(config: EngineConfig, hf_config: Mapping[str, Any], room: int) -> Sequence[tuple[_Change, ...]]:
+def _nearest(
+    config: EngineConfig, hf_config: Mapping[str, Any], error: DoesNotFitError
+) -> Sequence[tuple[_Change, ...]]:
     """For each key that helps, its first value that is enough; and the first two keys together that are,
     where that takes fewer devices. Those that take the fewest come first."""
     larger = _larger(config)
-    axes = [*_smaller(config, room), *larger]
+    axes = [*_smaller(config, error), *larger]
     found: list[tuple[_Change, ...]] = []
     for axis in axes:
         fitting = ((change,) for change in axis if _fits(config, hf_config, change))
@@ -88,11 +90,11 @@ def _nearest(config: EngineConfig, hf_config: Mapping[str, Any], room: int) -> S
     return sorted(found, key=lambda each: _num_ranks(config, each))
 
 
-def _smaller(config: EngineConfig, room: int) -> Iterator[_Axis]:
+def _smaller(config: EngineConfig, error: DoesNotFitError) -> Iterator[_Axis]:
     """What asks for less of the devices that there are; each is tried alone."""
-    if room > 0:
-        text, size = size_below(room)
-        yield [_Change("cache.memory_bytes", size, text)]
+    if error.room > 0:
+        text, size = size_below(error.room)
+        yield [_Change(error.key, size, text)]
     if not choose_hardware(config).is_here:  # of this machine, activations are not counted
         key, tokens = "scheduler.max_num_batched_tokens", config.scheduler.max_num_batched_tokens
         powers = range((tokens - 1).bit_length() - 1, LEAST_BATCHED_TOKENS.bit_length() - 2, -1)

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 class DoesNotFitError(ValueError):
     """A deployment that needs more memory than there is, and how much.
 
-    room: bytes that each rank's arena could have, where `cache.memory_bytes` asks for more.
+    room: bytes that each rank could have of what `key` asks more for; 0: there is no such key.
     """
 
-    def __init__(self, message: str, *, room: int = 0) -> None:
+    def __init__(self, message: str, *, room: int = 0, key: str = "cache.memory_bytes") -> None:
         super().__init__(message)
         self.room = room
+        self.key = key
 
 
 class Budget(NamedTuple):
@@ -90,15 +91,21 @@ def plan_arena(
     return planned
 
 
+def num_ranks_here(config: EngineConfig) -> int:
+    """Ranks on this machine: all that are started here. Of those that others start it isn't known how many
+    are."""
+    return config.parallel.num_ranks if config.parallel.executor in ("auto", "local", "mp") else 1
+
+
 def machine_budget(config: EngineConfig, weight_bytes: int) -> Budget:
-    """Of the machine at hand, whose memory all ranks share; `weight_bytes` are those of all of them.
-    DoesNotFitError where weights and arenas are more than it has."""
+    """Of the machine at hand, whose memory all ranks share; `weight_bytes` are those of all of them. A share
+    is taken of what a set size of host memory leaves. DoesNotFitError where weights and arenas are more than
+    it has."""
     cache, num_ranks = config.cache, config.parallel.num_ranks
     each = "" if num_ranks == 1 else f" / {num_ranks} ranks"
     if cache.memory_bytes is not None:
         source = f"cache.memory_bytes: {size_text(cache.memory_bytes)}"
-        # of ranks that others start it isn't known how many are on this machine
-        num_here = num_ranks if config.parallel.executor in ("auto", "local", "mp") else 1
+        num_here = num_ranks_here(config)
         times = f" x {num_here} ranks" if num_here > 1 else ""
         total, weights = total_memory(), weight_bytes * num_here // num_ranks
         if weights + cache.memory_bytes * num_here > total:
@@ -115,9 +122,22 @@ def machine_budget(config: EngineConfig, weight_bytes: int) -> Budget:
             f"model: {size_text(weight_bytes)} of weights don't fit into the {size_text(available)} of "
             f"memory that this machine has free"
         )
+    taken = f"{size_text(weight_bytes)} of weights"
+    if cache.host_swap_bytes != "auto" and cache.host_swap_bytes:
+        host_bytes = cache.host_swap_bytes * num_ranks
+        if free <= host_bytes:
+            times = "" if num_ranks == 1 else f" x {num_ranks} ranks"
+            raise DoesNotFitError(
+                f"cache.host_swap_bytes: {size_text(cache.host_swap_bytes)}{times} are not less than the "
+                f"{size_text(free)} that {taken} leave free",
+                room=free // 2 // num_ranks,
+                key="cache.host_swap_bytes",
+            )
+        free -= host_bytes
+        taken += f" and {size_text(host_bytes)} of host memory"
     source = (
         f"cache.memory_fraction: {cache.memory_fraction} of the {size_text(free)} that "
-        f"{size_text(weight_bytes)} of weights leave free{each}"
+        f"{taken} leave free{each}"
     )
     return Budget(int(cache.memory_fraction * free) // num_ranks, source, is_limit=True)
 

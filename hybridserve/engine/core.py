@@ -133,6 +133,9 @@ class EngineCore:
             max_running_per_adapter=config.lora.max_running_per_adapter,
             prefix_caching=plan.prefix_caching,
             checkpoint_interval=plan.checkpoint_interval,
+            num_host_slabs=plan.host.num_slabs,
+            preemption=plan.host.preemption,
+            swap_bytes_per_token=plan.host.swap_bytes_per_token,
         )
         builder = InputBuilder(
             block_size=plan.layout.block_size,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.token_masks import AllowedInput, TokenMasks
 
+NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
+
 BANNED = float(np.finfo(np.float32).min)
 """Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
 
@@ -92,6 +94,12 @@ class StepInput:
     state_copies: np.ndarray  # [C, 2] int64: source, destination
     block_copies: np.ndarray  # [D, 2] int64
     state_saves: np.ndarray  # [E, 2] int64: source, destination, after the layers
+    block_swaps_out: np.ndarray  # [F, 2] int64: unit of the arena, unit of the host's memory
+    state_swaps_out: np.ndarray  # [G, 2] int64
+    block_moves: np.ndarray  # [H, 2] int64: source, destination, both of the arena
+    state_moves: np.ndarray  # [I, 2] int64
+    block_swaps_in: np.ndarray  # [J, 2] int64: unit of the host's memory, unit of the arena
+    state_swaps_in: np.ndarray  # [M, 2] int64
 
 
 @dataclass(slots=True)
@@ -203,9 +211,9 @@ class InputBuilder:
         self._num_prompt_scored: dict[str, int] = {}
 
     def build(self, step: ScheduledStep, requests: Mapping[str, Request]) -> BuiltStep:
-        for request_id in step.finished:
+        for request_id in (*step.finished, *step.moved):
             self._resident.pop(request_id, None)
-            self._table_ids = []  # one that is back has other blocks
+            self._table_ids = []  # one that is back, or was moved, has other blocks
         for request_id in [i for i in self._num_prompt_scored if i not in requests]:
             del self._num_prompt_scored[request_id]
         sequences = step.sequences
@@ -240,13 +248,19 @@ class InputBuilder:
             has_state=np.array(columns.has_state, dtype=np.bool_),
             adapter_slots=np.array(columns.adapter_slot, dtype=np.int64),
             adapter_start=np.array(columns.adapter_start, dtype=np.int64),
-            adapter_generations=np.array(step.adapter_generations, dtype=np.int64).reshape(-1, 2),
+            adapter_generations=_pairs(step.adapter_generations),
             pending=pending,
             sampling=sampling,
             prompt_logprobs=prompt_logprobs,
-            state_copies=np.array(step.state_copies, dtype=np.int64).reshape(-1, 2),
-            block_copies=np.array(step.block_copies, dtype=np.int64).reshape(-1, 2),
-            state_saves=np.array(step.state_saves, dtype=np.int64).reshape(-1, 2),
+            state_copies=_pairs(step.state_copies),
+            block_copies=_pairs(step.block_copies),
+            state_saves=_pairs(step.state_saves),
+            block_swaps_out=_pairs(step.swaps_out.blocks),
+            state_swaps_out=_pairs(step.swaps_out.slots),
+            block_moves=_pairs(step.moves.blocks),
+            state_moves=_pairs(step.moves.slots),
+            block_swaps_in=_pairs(step.swaps_in.blocks),
+            state_swaps_in=_pairs(step.swaps_in.slots),
         )
         self._previous_rows = {request_id: row for row, request_id in enumerate(sample_ids)}
         return BuiltStep(step_input, sample_ids, prompt_spans)
@@ -375,6 +389,11 @@ class InputBuilder:
         if not rows:
             return None, []
         return PromptLogprobsInput(np.array(rows), np.array(targets), num_top), spans
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[N, 2] int64."""
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2) if pairs else NO_PAIRS
 
 
 def _penalties(requests: Sequence[Request]) -> PenaltyInput:

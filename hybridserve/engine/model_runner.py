@@ -17,7 +17,7 @@ from hybridserve.layers.context import ForwardContext
 from hybridserve.lora.batch import make_batch, select
 
 if TYPE_CHECKING:
-    from hybridserve.engine.arena import Arena
+    from hybridserve.engine.arena import Arena, HostArena
     from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
     from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.models.base import CausalLM
@@ -42,12 +42,20 @@ class StepOutput:
 
 
 class ModelRunner:
-    """Holds the weights, the arena, and the tokens that the last step drew, which the next step may need
-    before the scheduler has seen them."""
+    """Holds the weights, the arena, the host's memory beside it if there is any, and the tokens that the last
+    step drew, which the next step may need before the scheduler has seen them."""
 
-    def __init__(self, model: CausalLM, arena: Arena, attention: AttentionBackend, ssm: SSMBackend) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        arena: Arena,
+        attention: AttentionBackend,
+        ssm: SSMBackend,
+        host: HostArena | None = None,
+    ) -> None:
         self.model = model
         self.arena = arena
+        self.host = host
         self._attention = attention
         self._ssm = ssm
         self._device = arena.buffer.device
@@ -78,6 +86,13 @@ class ModelRunner:
         return output
 
     def _copy_units(self, step: StepInput) -> None:
+        """In the order that `ScheduledStep` promises: what is swapped out or moved away makes room for what
+        comes after it."""
+        if self.host is not None:
+            self.host.swap_out(self.arena, step.block_swaps_out, step.state_swaps_out)
+        self.arena.move(step.block_moves, step.state_moves)
+        if self.host is not None:
+            self.host.swap_in(self.arena, step.block_swaps_in, step.state_swaps_in)
         if len(step.block_copies):
             self.arena.copy_blocks(*self._to_device(step.block_copies).unbind(1))
         if len(step.state_copies):

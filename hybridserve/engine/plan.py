@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.engine.adapter_plan import LoraPlan
     from hybridserve.engine.hardware import Hardware
+    from hybridserve.engine.host_plan import HostPlan
     from hybridserve.engine.quantization_plan import QuantizationPlan
     from hybridserve.engine.roofline import DecodeStep, StageCost
     from hybridserve.engine.workspace import Workspace
@@ -126,6 +127,7 @@ class EnginePlan:
     prefix_caching: bool
     checkpoint_interval: int
     """Tokens of a long prompt between two checkpoints; 0: none in between."""
+    host: HostPlan
     layout: CacheLayout
     """What the scheduler goes by. With several stages its sizes are the largest of any stage."""
     stages: tuple[StagePlan, ...]
@@ -205,12 +207,15 @@ class EnginePlan:
             "kv_bytes_per_token_per_gpu": self.kv_bytes_per_token,
             "state_bytes_per_sequence_per_gpu": self.layout.bytes_per_slot,
             "arena_bytes_per_gpu": self.arena_bytes,
+            "host_memory_per_gpu": self.host.to_dict(),
             "parallel": {
                 "tensor": self.parallel.tensor,
                 "pipeline": self.parallel.pipeline,
                 "expert": self.parallel.expert,
             },
             "stages": [stage.to_dict() for stage in self.stages],
+            "prefix_caching": self.prefix_caching,
+            "checkpoint_interval": self.checkpoint_interval,
             "block_size": self.layout.block_size,
             "bytes_per_block": self.layout.bytes_per_block,
             "num_slabs": self.layout.num_slabs,

@@ -15,6 +15,7 @@ import msgspec
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.engine.adapter_plan import LoraPlan
 from hybridserve.engine.hardware import Hardware
+from hybridserve.engine.host_plan import HostPlan
 from hybridserve.engine.plan import BackendChoice, EnginePlan, ParallelPlan, StagePlan
 from hybridserve.engine.quantization_plan import QuantizationPlan
 from hybridserve.engine.roofline import StageCost
@@ -29,6 +30,7 @@ CLASSES: dict[str, type[Any]] = {
         CacheLayout,
         EnginePlan,
         Hardware,
+        HostPlan,
         LoraPlan,
         PagedKVSpec,
         ParallelPlan,

@@ -136,6 +136,7 @@ def _arena_rows(plan: EnginePlan) -> Iterator[Row]:
         yield "prefixes", "are kept while there is memory" + (points if plan.checkpoint_interval else "")
     else:
         yield "prefixes", "are not kept (cache.prefix_caching is false)"
+    yield plan.host.row(several_ranks=plan.parallel.num_ranks > 1)
     if len(plan.stages) > 1:
         for numbers, stage in plan.kinds_of_stages():
             yield _numbered(numbers), _stage_text(numbers, stage)

@@ -22,6 +22,7 @@ from hybridserve.engine.arena_plan import (
     total_memory,
 )
 from hybridserve.engine.hardware import Hardware, choose_hardware
+from hybridserve.engine.host_plan import plan_host
 from hybridserve.engine.plan import BackendChoice, EnginePlan, ParallelPlan, StagePlan
 from hybridserve.engine.prefix_plan import plan_checkpoint_interval
 from hybridserve.engine.quantization_plan import plan_quantization
@@ -128,6 +129,7 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
         needs = zip(weight_bytes, workspaces, strict=True)
         budget = min(_device_budget(config, hardware, *each, adapter_bytes) for each in needs)
     layout, layouts = plan_arena(config, specs, max_model_len, budget)
+    costs = [_cost(context, mine) for context, mine in zip(contexts, layouts, strict=True)]
     return EnginePlan(
         model=str(config.model),
         shape=shape,
@@ -145,16 +147,19 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
         parallel=parallel,
         prefix_caching=config.cache.prefix_caching,
         checkpoint_interval=plan_checkpoint_interval(config.cache, layout),
+        host=plan_host(config, hardware, layouts, costs, parallel.tensor * sum(weight_bytes)),
         layout=layout,
         stages=tuple(
             StagePlan(
                 layers=(model.stage.layers[0], model.stage.layers[-1]),
                 layout=mine,
                 weight_bytes=context.weights.num_bytes,
-                cost=_cost(context, mine),
+                cost=cost,
                 workspace=workspace,
             )
-            for (context, model), mine, workspace in zip(stages, layouts, workspaces, strict=True)
+            for (context, model), mine, cost, workspace in zip(
+                stages, layouts, costs, workspaces, strict=True
+            )
         ),
         backends=backends,
         parameters_total=sum(context.weights.num_parameters for context in contexts),

@@ -41,21 +41,29 @@ class EngineStats:
             "num_generated_tokens": self.num_generated_tokens,
             "num_not_finite": self.num_not_finite,
             "num_preemptions": scheduler.counters.num_preemptions,
+            "num_swaps_out": scheduler.counters.num_swaps_out,
+            "num_swaps_in": scheduler.counters.num_swaps_in,
+            "num_swap_bytes": scheduler.counters.num_swap_bytes,
+            "num_recomputed_instead": scheduler.counters.num_recomputed_instead,
+            "num_swapped_out": scheduler.cache.host.num_sequences,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             **{f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()},
             **{f"cache_{name}": value for name, value in usage._asdict().items()},
             "cache_utilisation": usage.utilisation,
             **{f"cache_bytes_{kind}": size for kind, size in scheduler.cache.bytes_by_kind().items()},
+            **asdict(scheduler.cache.compactor.counters),
+            **{f"host_bytes_{kind}": size for kind, size in scheduler.cache.host.bytes_by_kind().items()},
             **_of_prefixes(scheduler.cache.prefix.counters),
         }
 
 
 def _of_prefixes(counters: PrefixCounters) -> dict[str, float]:
     numbers = asdict(counters)
-    by_cause = numbers.pop("hit_tokens")
+    hits, misses = numbers.pop("hit_tokens"), numbers.pop("missed_tokens")
     return {
-        "prefix_num_hit_tokens": sum(by_cause.values()),
-        **{f"prefix_num_hit_tokens_{cause}": count for cause, count in by_cause.items()},
+        "prefix_num_hit_tokens": sum(hits.values()),
+        **{f"prefix_num_hit_tokens_{cause}": count for cause, count in hits.items()},
+        **{f"prefix_num_missed_tokens_{cause}": count for cause, count in misses.items()},
         **{f"prefix_{name}": value for name, value in numbers.items()},
     }

@@ -150,7 +150,7 @@ def _aligned(offset: int) -> int:
 
 STEP_INPUT = Format(
     b"HSSI",
-    2,
+    3,
     (
         Column("input_ids", "i8", ("T",)),
         Column("positions", "i8", ("T",)),
@@ -167,6 +167,12 @@ STEP_INPUT = Format(
         Column("state_copies", "i8", ("C", 2)),
         Column("block_copies", "i8", ("D", 2)),
         Column("state_saves", "i8", ("E", 2)),
+        Column("block_swaps_out", "i8", ("F", 2)),
+        Column("state_swaps_out", "i8", ("G", 2)),
+        Column("block_moves", "i8", ("H", 2)),
+        Column("state_moves", "i8", ("I", 2)),
+        Column("block_swaps_in", "i8", ("J", 2)),
+        Column("state_swaps_in", "i8", ("M", 2)),
         Column("sampling.rows", "i8", ("R",)),
         Column("sampling.temperature", "f4", ("R",)),
         Column("sampling.uniform", "f8", ("R",)),

@@ -1,5 +1,5 @@
-"""One rank: a device, this rank's share of the weights and of the adapters that are loaded, and its arena.
-Stateless between steps but for those (D6)."""
+"""One rank: a device, this rank's share of the weights and of the adapters that are loaded, its arena and its
+host memory. Stateless between steps but for those (D6)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridserve.engine.arena import Arena
+from hybridserve.engine.arena import Arena, HostArena
 from hybridserve.engine.model_runner import ModelRunner, StepOutput
 from hybridserve.engine.planner import EnginePlan, build_context
 from hybridserve.lora.layers import PlacedAdapter, check_adapter, place_adapter, remove
@@ -41,8 +41,10 @@ class Worker:
         `tp`, for the thread that stages adapters while steps run. `advance` is called as loading gets on."""
         context = build_context(plan, torch.device(plan.device), tp, pipeline)
         model = load_model(model_path, context, advance)
-        self.arena = Arena(plan.stages[context.pipeline.stage].layout, context.device)
-        self.runner = ModelRunner(model, self.arena, context.attention, context.ssm)
+        layout = plan.stages[context.pipeline.stage].layout
+        self.arena = Arena(layout, context.device)
+        self.host = HostArena(layout, plan.host.num_slabs, context.device) if plan.host.num_slabs else None
+        self.runner = ModelRunner(model, self.arena, context.attention, context.ssm, self.host)
         self._context = context
         self._adapter_tp = adapter_tp or context.tp
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed

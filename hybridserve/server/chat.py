@@ -10,8 +10,9 @@ from msgspec import UNSET
 
 from hybridserve.core.request import FinishReason
 from hybridserve.server import tokens
-from hybridserve.server.generation import Generation, Job
+from hybridserve.server.generation import Generation, Job, num_cached
 from hybridserve.server.prompting import budget, checked, cut, encode_chat
+from hybridserve.server.tenants import cache_salt
 from hybridserve.server.tool_parser import ArgumentsGrown, CallBegun, Said, ToolCallParser, assembled
 from hybridserve.server.tools import constrained, marker_ids
 from hybridserve.server.wire import (
@@ -35,13 +36,14 @@ if TYPE_CHECKING:
     import msgspec
 
     from hybridserve.outputs import CompletionOutput, Delta, Logprobs, RequestOutput
+    from hybridserve.server.exchange import Exchange
     from hybridserve.server.protocol import ChatRequest
     from hybridserve.server.service import Service
     from hybridserve.server.tools import ToolUse
     from hybridserve.text import Tokenizer
 
 
-async def prepare(service: Service, body: ChatRequest, headers: list[tuple[bytes, bytes]]) -> Generation:
+async def prepare(service: Service, body: ChatRequest, exchange: Exchange) -> Generation:
     """What a request asks for. Raises ApiError for what can't be asked."""
     body.check(service.config.limits)
     service.check_priority(body.priority)
@@ -60,7 +62,8 @@ async def prepare(service: Service, body: ChatRequest, headers: list[tuple[bytes
         params = await constrained(service, use, params)
     job = Job(prompt_ids, None, params, marker_ids(tokenizer) if use else frozenset())
     answer = ChatAnswer(body, job, body.model or service.name, tokenizer, use)
-    return Generation([job], adapter, body.priority, answer, body.stream, headers)
+    salt = cache_salt(exchange.tenant, body.cache_salt)
+    return Generation([job], adapter, body.priority, salt, answer, body.stream)
 
 
 class ChatAnswer:
@@ -96,9 +99,8 @@ class ChatAnswer:
             )
             choices.append(choice)
         num_generated = sum(len(part.token_ids) for part in output.outputs)
-        answer = ChatCompletion(
-            self._id, self._created, self._model, choices, Usage.of(len(self._job.prompt_ids), num_generated)
-        )
+        usage = Usage.of(len(self._job.prompt_ids), num_generated, num_cached(jobs))
+        answer = ChatCompletion(self._id, self._created, self._model, choices, usage)
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = tokens.of_prompt(output.prompt_logprobs or [])
         if self._body.return_token_ids:
@@ -159,7 +161,7 @@ class ChatAnswer:
         return ChatChunk(self._id, self._created, self._model, choices, usage)
 
     def _usage(self) -> Usage:
-        return Usage.of(len(self._job.prompt_ids), self._job.num_generated)
+        return Usage.of(len(self._job.prompt_ids), self._job.num_generated, num_cached([self._job]))
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> ChatLogprobs | None:
         count = self._body.num_logprobs

@@ -10,9 +10,10 @@ from msgspec import UNSET
 
 from hybridserve.outputs import PROMPT_TAIL
 from hybridserve.server import tokens
-from hybridserve.server.generation import Generation, Job
+from hybridserve.server.generation import Generation, Job, num_cached
 from hybridserve.server.prompting import budget, checked, encode_prompts
 from hybridserve.server.protocol import CompletionRequest, read_prompts
+from hybridserve.server.tenants import cache_salt
 from hybridserve.server.wire import Completion, CompletionChoice, Usage
 
 if TYPE_CHECKING:
@@ -21,15 +22,14 @@ if TYPE_CHECKING:
     import msgspec
 
     from hybridserve.outputs import Delta, Logprobs, RequestOutput
+    from hybridserve.server.exchange import Exchange
     from hybridserve.server.service import Service
     from hybridserve.text import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
 
-async def prepare(
-    service: Service, body: CompletionRequest, headers: list[tuple[bytes, bytes]]
-) -> Generation:
+async def prepare(service: Service, body: CompletionRequest, exchange: Exchange) -> Generation:
     """What a request asks for. Raises ApiError for what can't be asked."""
     engine = service.engine
     body.check(service.config.limits)
@@ -50,7 +50,8 @@ async def prepare(
         params = await checked(service, body, body.params(max_tokens))
         jobs.append(Job(prompt_ids, text, params))
     answer = CompletionAnswer(body, jobs, body.model or service.name, engine.tokenizer)
-    return Generation(jobs, adapter, body.priority, answer, body.stream, headers)
+    salt = cache_salt(exchange.tenant, body.cache_salt)
+    return Generation(jobs, adapter, body.priority, salt, answer, body.stream)
 
 
 class CompletionAnswer:
@@ -89,7 +90,7 @@ class CompletionAnswer:
                 if self._body.prompt_logprobs is not None:
                     choice.prompt_logprobs = tokens.of_prompt(prompt_logprobs)
                 choices.append(choice)
-        return self._completion(choices, Usage.of(self._num_prompt, num_generated))
+        return self._completion(choices, Usage.of(self._num_prompt, num_generated, num_cached(jobs)))
 
     # ---- in pieces
 
@@ -116,7 +117,8 @@ class CompletionAnswer:
         return self._completion(choices, None if self._body.includes_usage else UNSET)
 
     def _usage(self) -> Usage:
-        return Usage.of(self._num_prompt, sum(job.num_generated for job in self._jobs))
+        num_generated = sum(job.num_generated for job in self._jobs)
+        return Usage.of(self._num_prompt, num_generated, num_cached(self._jobs))
 
     # ---- both
 

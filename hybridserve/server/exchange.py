@@ -14,6 +14,7 @@ from hybridserve.server.errors import ApiError, internal_error, report
 from hybridserve.server.fields import HARMLESS, read_fields
 from hybridserve.server.limits import ClientDisconnected, parse_object, read_body
 from hybridserve.server.sse import send_json
+from hybridserve.server.tenants import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -35,6 +36,10 @@ LARGE_BODY = 64 * 1024
 IGNORED_HEADER = b"x-hybridserve-ignored-fields"
 UNKNOWN = "(unknown)"
 """In the metrics, every field that nobody knows."""
+TENANT = "hybridserve.tenant"
+"""In a request's scope: who asks, as `security` knows them."""
+NOTES = "hybridserve.notes"
+"""What the log's line about a request says besides: numbers alone."""
 MAX_UNKNOWN = 16
 """Of them, the names that a response's header has."""
 
@@ -49,6 +54,9 @@ class Exchange:
     send: Send
     response_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     named: str = ""
+    tenant: str = NOBODY
+    notes: list[str] = field(default_factory=list)
+    """For the log's line about it."""
     _ignored: list[str] = field(default_factory=list)
 
     async def read(self, model: type[Body]) -> Body:
@@ -107,7 +115,15 @@ class EndpointResponse(Response):
             await send(message)
 
         named = scope.get("path_params", {}).get("id", "")
-        exchange = Exchange(self._service, dict(scope["headers"]), receive, watched, named=named)
+        exchange = Exchange(
+            self._service,
+            dict(scope["headers"]),
+            receive,
+            watched,
+            named=named,
+            tenant=scope[TENANT],
+            notes=scope[NOTES],
+        )
         try:
             await self._endpoint(self._service, exchange)
         except ClientDisconnected:

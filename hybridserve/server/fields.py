@@ -49,7 +49,6 @@ _STRUCTURED = "is not supported: use structured_outputs"
 REFUSED: Mapping[str, str] = {
     "audio": "is not supported: this server knows text only",
     "bad_words": "is not supported; see logit_bias",
-    "cache_salt": "is not supported",
     "chat_template": "is not supported: a template comes with the model",
     "chat_template_kwargs": "is not supported",
     "continue_final_message": "is not supported",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridserve.server import tracing
 from hybridserve.server.errors import ApiError, internal_error, report, shown
-from hybridserve.server.exchange import send_error
+from hybridserve.server.exchange import NOTES, TENANT, send_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -60,6 +60,8 @@ class Gate:
         if (origin := self._policy.allowed_origin(headers)) is not None:
             added += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
         status = 0
+        notes: list[str] = []
+        scope[NOTES] = notes
         span = None if self._spans is None else self._spans.begin(method, path, headers)
         token = tracing.current.set(span)
 
@@ -74,7 +76,7 @@ class Gate:
         try:
             preflight = self._policy.preflight(method, headers)
             if preflight is None:
-                self._policy.check(method, path, headers)
+                scope[TENANT] = self._policy.check(method, path, headers)
                 await self._app(scope, receive, named)
             else:
                 await named({"type": "http.response.start", "status": 204, "headers": preflight})
@@ -90,8 +92,10 @@ class Gate:
             if span is not None:
                 span.end(status)
             if logger.isEnabledFor(logging.DEBUG):
-                seconds = time.monotonic() - begin
-                logger.debug("%s %s %d %.3f s %s", method, shown(path), status, seconds, added[0][1].decode())
+                said = ", ".join([added[0][1].decode(), *notes])
+                logger.debug(
+                    "%s %s %d %.3f s %s", method, shown(path), status, time.monotonic() - begin, said
+                )
 
 
 def request_id(headers: MutableMapping[bytes, bytes]) -> bytes:

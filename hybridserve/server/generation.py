@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from hybridserve.core.request import SamplingParams
     from hybridserve.frontend.streams import RequestStream
     from hybridserve.outputs import Delta, RequestOutput
+    from hybridserve.server.exchange import Exchange
     from hybridserve.server.limits import Receive
     from hybridserve.server.service import Service
-    from hybridserve.server.sse import Send
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,14 @@ class Job:
     """When it was over, whatever became of it."""
     is_whole: bool = False
     """Whether the engine brought it to its end."""
+    num_cached: int | None = None
+    """Tokens of the prompt that had been computed before; None until the end."""
+
+
+def num_cached(jobs: Sequence[Job]) -> int | None:
+    """Of several prompts together; None until all are at their end."""
+    counts = [job.num_cached for job in jobs]
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 class Answer(Protocol):
@@ -88,18 +96,29 @@ class Generation:
     jobs: list[Job]
     adapter: str | None
     priority: int
+    cache_salt: str | None
     answer: Answer
     is_stream: bool
-    headers: list[tuple[bytes, bytes]]
 
-    async def run(self, service: Service, receive: Receive, send: Send) -> None:
+    async def run(self, service: Service, exchange: Exchange) -> None:
         """Answer, unless the client leaves first: then what was running is aborted."""
         num_sequences = sum(job.params.n for job in self.jobs)
         with service.room(num_sequences):
-            await while_connected(receive, self._answer(service, send))
+            try:
+                await while_connected(exchange.receive, self._answer(service, exchange))
+            finally:
+                exchange.notes.append(self._note())
 
-    async def _answer(self, service: Service, send: Send) -> None:
-        events = EventStream(send, self.headers)
+    def _note(self) -> str:
+        """For the log."""
+        num_prompt = sum(len(job.prompt_ids) for job in self.jobs)
+        num_generated = sum(job.num_generated for job in self.jobs)
+        cached = num_cached(self.jobs)
+        known = "" if cached is None else f" ({cached} cached)"
+        return f"{num_prompt} prompt tokens{known}, {num_generated} generated"
+
+    async def _answer(self, service: Service, exchange: Exchange) -> None:
+        events = EventStream(exchange.send, exchange.response_headers)
         streams: dict[int, RequestStream] = {}
         deadline = service.config.request_timeout
         ending = "abort"
@@ -110,7 +129,7 @@ class Generation:
                 if self.is_stream:
                     await self._stream(service, in_order, events)
                 else:
-                    await self._whole(service, in_order, send)
+                    await self._whole(service, in_order, exchange)
             return
         except TimeoutError:
             message = f"the request took longer than server.request_timeout ({deadline} seconds)"
@@ -144,6 +163,7 @@ class Generation:
                 job.params,
                 adapter=self.adapter,
                 priority=self.priority,
+                cache_salt=self.cache_salt,
                 shown_ids=job.shown_ids,
                 on_taken=partial(_count_taken, service, job),
             )
@@ -163,7 +183,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # each has said what it had to say
 
-    async def _whole(self, service: Service, streams: list[RequestStream], send: Send) -> None:
+    async def _whole(self, service: Service, streams: list[RequestStream], exchange: Exchange) -> None:
         outputs = [stream.new_output() for stream in streams]
         async with contextlib.aclosing(self._deltas(service, streams)) as steps:
             async for step in steps:
@@ -174,7 +194,7 @@ class Generation:
             answer = self.answer.whole(self.jobs, outputs)
         else:
             answer = await service.engine.in_worker(self.answer.whole, self.jobs, outputs)
-        await send_json(send, 200, answer, self.headers)
+        await send_json(exchange.send, 200, answer, exchange.response_headers)
 
     async def _stream(self, service: Service, streams: list[RequestStream], events: EventStream) -> None:
         await events.start()
@@ -219,6 +239,7 @@ class Generation:
             metrics.finish_sequences(delta.finish_reason, 1)
         if delta.metrics is not None:
             job.is_whole = True
+            job.num_cached = delta.metrics.num_cached_tokens
             metrics.finish(delta.metrics, job.num_generated)
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from hybridserve.core.request import SamplingParams
 from hybridserve.server.errors import ApiError, bad_request, from_value_error
 from hybridserve.server.structured import ResponseFormat, Structured
+from hybridserve.server.tenants import MAX_ASKED
 from hybridserve.server.tools import CalledTool, ToolChoice, Tools, ToolUse, check_tools, read_choice
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class _Sampling(_Body):
     return_token_ids: bool = False
     truncate_prompt_tokens: Positive | None = Field(
         default=None, description="keep so many tokens of the prompt, the last ones"
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_ASKED)] | None = Field(
+        default=None,
+        description="only prompts with the same salt, of the same key, share what has been computed of them",
     )
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = Field(
         default=0, description="lower runs sooner; where scheduler.policy is priority"

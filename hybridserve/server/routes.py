@@ -50,8 +50,7 @@ async def create_completion(service: Service, exchange: Exchange) -> None:
     service.check_room()  # before a large body comes
     body = await exchange.read(CompletionRequest)
     exchange.ignore(body.without_effect)
-    generation = await completions.prepare(service, body, exchange.response_headers)
-    await generation.run(service, exchange.receive, exchange.send)
+    await (await completions.prepare(service, body, exchange)).run(service, exchange)
 
 
 async def create_chat_completion(service: Service, exchange: Exchange) -> None:
@@ -60,8 +59,7 @@ async def create_chat_completion(service: Service, exchange: Exchange) -> None:
     service.check_room()
     body = await exchange.read(ChatRequest)
     exchange.ignore(body.without_effect)
-    generation = await chat.prepare(service, body, exchange.response_headers)
-    await generation.run(service, exchange.receive, exchange.send)
+    await (await chat.prepare(service, body, exchange)).run(service, exchange)
 
 
 async def list_models(service: Service, exchange: Exchange) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hybridserve.server.errors import ApiError
 from hybridserve.server.playground.files import FILES
+from hybridserve.server.tenants import NOBODY, Tenants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,20 +98,20 @@ class Keys:
     """Compares in a time that does not depend on how much of a key was right, nor on which one was."""
 
     def __init__(self, keys: Iterable[SecretStr]) -> None:
-        self._digests = [_digest(key.get_secret_value()) for key in keys]
+        self._digests = [digest_of(key.get_secret_value()) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def have(self, key: str) -> bool:
-        given = _digest(key)
+        digest = digest_of(key)
         found = False
-        for digest in self._digests:  # all of them, always
-            found |= hmac.compare_digest(given, digest)
+        for each in self._digests:  # all of them, always
+            found |= hmac.compare_digest(digest, each)
         return found
 
 
-def _digest(key: str) -> bytes:
+def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("latin-1", "replace")).digest()
 
 
@@ -120,6 +121,7 @@ class Policy:
     def __init__(self, config: ServerConfig) -> None:
         self._users = Keys(config.api_keys)
         self._admins = Keys(config.admin_keys)
+        self._tenants = Tenants()
         self._is_local = is_loopback(config.host)
         self._origins = frozenset(config.cors_origins)
         self._hosts = frozenset(config.allowed_hosts)
@@ -127,13 +129,14 @@ class Policy:
             own = f"[{config.host}]" if ":" in config.host else config.host.lower()
             self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", own})
 
-    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> None:
+    def check(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> str:
+        """Returns the tenant, whose prompts share what has been computed."""
         access = ROUTES.get(route_of(path) or path, Access.USER)
         if access is not Access.PUBLIC:  # probes name a machine by its address
             self._check_host(headers)
         if method not in SAFE_METHODS:
             self._check_origin(headers)
-        self._check_key(access, headers)
+        return self._check_key(access, headers)
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         if not self._hosts:
@@ -156,9 +159,9 @@ class Policy:
                 403, "the Origin header names none of server.cors_origins", code="origin_not_allowed"
             )
 
-    def _check_key(self, access: Access, headers: Mapping[bytes, bytes]) -> None:
+    def _check_key(self, access: Access, headers: Mapping[bytes, bytes]) -> str:
         if access is Access.PUBLIC:
-            return
+            return NOBODY
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         is_user, is_admin = self._users.have(key), self._admins.have(key)
@@ -166,6 +169,7 @@ class Policy:
             self._check_admin(is_user, is_admin)
         elif self._users and not (is_user or is_admin):
             raise _unauthorized()
+        return self._tenants.name(digest_of(key)) if is_user or is_admin else NOBODY
 
     def _check_admin(self, is_user: bool, is_admin: bool) -> None:
         if is_admin:

@@ -40,6 +40,7 @@ class RequestSpan:
         self._tracing = tracing
         self._span = span
         self._num_prompt = 0
+        self._num_cached = 0
         self._num_generated = 0
         self._endings: list[str] = []
 
@@ -53,7 +54,9 @@ class RequestSpan:
     def finish(self, times: RequestMetrics, num_generated: int) -> None:
         """A prompt has come to its end: `times` are monotonic seconds."""
         self._num_generated += num_generated
+        self._num_cached += times.num_cached_tokens
         self._span.set_attribute("gen_ai.usage.output_tokens", self._num_generated)
+        self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", self._num_cached)
         moments = (
             ("queue", times.arrival, times.first_scheduled),
             ("prefill", times.first_scheduled, times.first_token),

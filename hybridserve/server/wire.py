@@ -11,16 +11,25 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens`: of the prompt, those that had been computed before."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens as the engine counts them; those after a stop string are not counted."""
+    """Tokens as the engine counts them; those after a stop string are not counted. `prompt_tokens_details`
+    are there once they are known: at the end."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
     @classmethod
-    def of(cls, num_prompt: int, num_generated: int) -> Usage:
-        return cls(num_prompt, num_generated, num_prompt + num_generated)
+    def of(cls, num_prompt: int, num_generated: int, num_cached: int | None) -> Usage:
+        details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
+        return cls(num_prompt, num_generated, num_prompt + num_generated, details)
 
 
 class TokenInfo(msgspec.Struct, frozen=True):

@@ -92,6 +92,32 @@ class PoolMachine(RuleBasedStateMachine):
             self.slots.free(slot, "somebody else")
         self.slots.free(slot, self.owners.pop(slot))
 
+    @precondition(lambda self: self.blocks.slabs_to_spare(0) > 0)
+    @rule()
+    def empty_a_slab_of_blocks(self) -> None:
+        num_free = self.slabs.num_free
+        moved = self.blocks.empty_slab()
+        self.references = Counter({moved.get(block, block): n for block, n in self.references.items()})
+        assert self.slabs.num_free == num_free + 1
+
+    @precondition(lambda self: self.slots.slabs_to_spare(0) > 0)
+    @rule()
+    def empty_a_slab_of_slots(self) -> None:
+        num_free = self.slabs.num_free
+        moved = self.slots.empty_slab()
+        self.owners = {moved.get(slot, slot): owner for slot, owner in self.owners.items()}
+        for slot in moved.values():
+            self.generations[slot] += 1  # another tenant
+            assert self.slots.generation(slot) == self.generations[slot]
+        assert self.slabs.num_free == num_free + 1
+
+    @rule()
+    def freeze(self) -> None:
+        for pool, used in ((self.blocks, set(self.references)), (self.slots, set(self.owners))):
+            moves = pool.take_moves()
+            assert {move.destination for move in moves} <= used
+            assert all(source != destination for source, destination in moves)
+
     @invariant()
     def agree(self) -> None:
         if not hasattr(self, "slabs"):
@@ -222,6 +248,10 @@ def test_allocation_visits_no_slab_that_it_does_not_use() -> None:
         if rng.random() < 0.5:
             pool.free(blocks)
     assert len(visited) <= 300
+    visited.clear()
+    pool.free(range(4, 40, 2))  # half of nine slabs
+    pool.empty_slab()
+    assert len(visited) <= 100
 
 
 class _Watched(dict[int, list[int]]):

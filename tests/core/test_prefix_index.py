@@ -17,6 +17,16 @@ def checkpoint(num_tokens: int, clock: int = 0, slot: int = 1) -> Checkpoint:
     return Checkpoint(num_tokens, slot, 1, 0, Cause.PROMPT, clock)
 
 
+def evict_block(index: PrefixIndex) -> tuple[int, Checkpoint | None] | None:
+    node = index.first_block
+    return None if node is None else index.take_block(node)
+
+
+def evict_checkpoint(index: PrefixIndex) -> Checkpoint | None:
+    node = index.first_checkpoint
+    return None if node is None else index.take_down(node)
+
+
 @dataclass
 class Model:
     """The same as a dictionary from paths, tuples of letters, to what hangs there."""
@@ -77,7 +87,7 @@ def test_what_is_evictable_and_in_which_order(seed: int) -> None:
             index.leave(walks.pop(rng.randrange(len(walks))))
         elif action < 0.85:
             leaves = model.leaves()
-            evicted = index.evict_block()
+            evicted = evict_block(index)
             assert (evicted is None) == (not leaves)
             if evicted is not None:
                 path = next(path for path, block in model.blocks.items() if block == evicted[0])
@@ -87,7 +97,7 @@ def test_what_is_evictable_and_in_which_order(seed: int) -> None:
                 assert evicted[1] is model.checkpoints.pop(path, None)
                 del model.blocks[path], model.held[path]
         else:
-            gone = index.evict_checkpoint()
+            gone = evict_checkpoint(index)
             assert (gone is None) == (not model.checkpoints)
             for path in [path for path, one in model.checkpoints.items() if one is gone]:
                 del model.checkpoints[path]
@@ -100,7 +110,7 @@ def test_what_is_evictable_and_in_which_order(seed: int) -> None:
     for path, block in model.blocks.items():
         if model.held[path]:
             index.unpin(block)
-    while index.evict_block() or index.evict_checkpoint():
+    while evict_block(index) or evict_checkpoint(index):
         pass
     index.check_integrity()
     assert not index._top.children, "nodes are left"
@@ -130,8 +140,8 @@ def many_locked_nodes(count: int = 10_000) -> int:
         index.fill(nodes[1], block, is_held=block != count)
     prefix_index.priority = counting
     try:
-        assert index.evict_block() == (count, None)
-        assert index.evict_block() is None
+        assert evict_block(index) == (count, None)
+        assert evict_block(index) is None
     finally:
         prefix_index.priority = plain
     return visits
@@ -142,14 +152,14 @@ def test_f042_locked_nodes_are_not_visited() -> None:
 
 
 def test_f042_sees_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = PrefixIndex.evict_block
+    plain = PrefixIndex.first_block
 
     def searching(self: PrefixIndex) -> object:
         for node in self._by_block.values():
             self._leaf_priority(node)
-        return plain(self)
+        return plain.fget(self)
 
-    monkeypatch.setattr(PrefixIndex, "evict_block", searching)
+    monkeypatch.setattr(PrefixIndex, "first_block", property(searching))
     assert many_locked_nodes() > 10_000
 
 
@@ -173,10 +183,10 @@ def test_a_checkpoint_that_is_read_stays() -> None:
     one = checkpoint(4)
     index.hang(nodes[1], one)
     index.hold(one, nodes[1])
-    assert index.evict_checkpoint() is None
+    assert evict_checkpoint(index) is None
     assert index.num_evictable_slots == 0
     index.let_go(one, nodes[1])
-    assert index.evict_checkpoint() is one
+    assert evict_checkpoint(index) is one
 
 
 # ---- the policy

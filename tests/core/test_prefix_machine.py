@@ -1,5 +1,5 @@
 """The machine of test_scheduler_machine with the prefix cache on: few different tokens, so that much is
-shared, adapters, salts, little memory."""
+shared, adapters, salts, little memory, in the arena and on the host."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class PrefixMachine(RuleBasedStateMachine):
         layout = toy_layout(
             data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab
         )
+        num_host_slabs = data.draw(st.sampled_from([0, 2, 3, 6, 40]))
+        policies = ["auto", "swap", "recompute"] if num_host_slabs else ["auto"]
         longest = layout.max_tokens_one_sequence() or MAX_MODEL_LEN
         self.engine = ScriptedEngine(
             layout,
@@ -34,6 +36,9 @@ class PrefixMachine(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.integers(1, 6)),
             max_num_batched_tokens=data.draw(st.integers(1, 40)),
             max_model_len=min(longest, MAX_MODEL_LEN),
+            num_host_slabs=num_host_slabs,
+            preemption=data.draw(st.sampled_from(policies)),
+            swap_bytes_per_token=data.draw(st.sampled_from([0, 300, 10**6])),
             num_slots=2,
             prefix_caching=True,
             checkpoint_interval=data.draw(st.sampled_from([0, 4, 8, 16])),

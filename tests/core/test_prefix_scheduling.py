@@ -371,3 +371,21 @@ def test_what_is_not_trusted_is_not_found(kind: str, depth: int) -> None:
     assert e.requests["here"].num_cached == 12
     e.check_outputs()
     e.check_drained()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_b010_abort_at_every_chunk_boundary(kind: str, depth: int) -> None:
+    """Who comes after with the same prompt gets what it would have got alone, and something is reused."""
+    prompt, reused = tokens(62), []
+    for num_steps in range(10):
+        e = engine(depth=depth, kind=kind, max_num_batched_tokens=8, checkpoint_interval=8)
+        e.add("gone", prompt, max_tokens=20, ignore_eos=True)
+        for _ in range(num_steps):
+            e.step()
+        e.abort("gone")
+        reused.append(serve(e, "next", [*prompt, 1]))
+        e.check_outputs()
+        e.check_drained()
+    assert reused == sorted(reused)
+    assert reused[0] == 0 < reused[-1]

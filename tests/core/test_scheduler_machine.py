@@ -1,4 +1,5 @@
-"""Anything may happen at any time: requests come and go, fork and are preempted, with steps in flight."""
+"""Anything may happen at any time: requests come and go, fork and are preempted (swapped out and in, too),
+with steps in flight and restarts."""
 
 from __future__ import annotations
 
@@ -26,6 +27,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         layout = toy_layout(
             data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab
         )
+        num_host_slabs = data.draw(st.sampled_from([0, 2, 3, 6, 40]))
+        policies = ["auto", "swap", "recompute"] if num_host_slabs else ["auto"]
         longest = layout.max_tokens_one_sequence() or MAX_MODEL_LEN
         self.engine = ScriptedEngine(
             layout,
@@ -33,6 +36,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.integers(1, 6)),
             max_num_batched_tokens=data.draw(st.integers(1, 20)),
             max_model_len=min(longest, MAX_MODEL_LEN),
+            num_host_slabs=num_host_slabs,
+            preemption=data.draw(st.sampled_from(policies)),
+            swap_bytes_per_token=data.draw(st.sampled_from([0, 300, 10**6])),
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
         )
         self.num_added = 0
@@ -78,6 +84,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = sorted(request.id for request in requests if request.status is RequestStatus.RUNNING)
         if running:
             self.engine.scheduler.preempt(self.engine.requests[data.draw(st.sampled_from(running))])
+
+    @rule()
+    def restart(self) -> None:
+        self.engine.restart()
 
     @invariant()
     def books_agree(self) -> None:

@@ -97,6 +97,12 @@ def steps(draw: st.DrawFn) -> StepInput:
         state_copies=ints(P, 2),
         block_copies=ints(B, 2),
         state_saves=ints(B, 2),
+        block_swaps_out=ints(N, 2),
+        state_swaps_out=ints(P, 2),
+        block_moves=ints(R, 2),
+        state_moves=ints(T, 2),
+        block_swaps_in=ints(S, 2),
+        state_swaps_in=ints(B, 2),
     )
 
 
@@ -171,6 +177,12 @@ def a_step() -> StepInput:
         state_copies=zeros.reshape(0, 2),
         block_copies=zeros.reshape(0, 2),
         state_saves=zeros.reshape(0, 2),
+        block_swaps_out=zeros.reshape(0, 2),
+        state_swaps_out=zeros.reshape(0, 2),
+        block_moves=zeros.reshape(0, 2),
+        state_moves=zeros.reshape(0, 2),
+        block_swaps_in=zeros.reshape(0, 2),
+        state_swaps_in=zeros.reshape(0, 2),
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
-from hybridserve.engine.arena import Arena
+from hybridserve.engine.arena import Arena, HostArena, runs
 
 CPU = torch.device("cpu")
 KV = PagedKVSpec(num_kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -104,3 +108,133 @@ def test_memory_that_is_not_to_be_had() -> None:
     message = r"cache.memory_bytes: an arena of .* can't be allocated; what would fit: cache.memory_bytes: "
     with pytest.raises(ValueError, match=message):
         Arena(CacheLayout.build([KV], 16, 1 << 60), CPU)
+    with pytest.raises(
+        ValueError, match=r"cache.host_swap_bytes: host memory of .* can't be allocated; what"
+    ):
+        HostArena(CacheLayout.build([KV], 16, 1 << 20), 1 << 50, CPU)
+
+
+def pairs(*copies: tuple[int, int]) -> np.ndarray:
+    return np.array(copies, dtype=np.int64).reshape(-1, 2)
+
+
+def some_copies(rng: random.Random, num_sources: int, num_destinations: int) -> np.ndarray:
+    """Runs of one length and another, with unit 0 left alone: forward, backward, side by side, none."""
+    sources, destinations = [], []
+    while rng.random() < 0.8:
+        length = rng.randint(1, 6)
+        source = rng.randrange(1, num_sources - length)
+        destination = rng.randrange(1, num_destinations - length)
+        step = rng.choice([1, 1, -1])
+        sources += range(source, source + length)
+        destinations += range(destination, destination + length)[::step]
+    taken: dict[int, int] = {}
+    for source, destination in zip(sources, destinations, strict=True):
+        taken.setdefault(destination, source)
+    return pairs(*((source, destination) for destination, source in taken.items()))
+
+
+def test_runs_are_the_copies() -> None:
+    assert list(runs(pairs())) == []
+    assert list(runs(pairs((3, 7)))) == [(3, 7, 1)]
+    # one further on one side only, on both, and back
+    assert list(runs(pairs((3, 7), (4, 8), (5, 9), (5, 10), (6, 10), (7, 11), (6, 10)))) == [
+        (3, 7, 3), (5, 10, 1), (6, 10, 2), (6, 10, 1)
+    ]  # fmt: skip
+    rng = random.Random(0)
+    longest = 0
+    for _ in range(300):
+        copies = some_copies(rng, 40, 40)
+        found = list(runs(copies))
+        spelled = [(s + i, d + i) for s, d, length in found for i in range(length)]
+        assert spelled == [tuple(copy) for copy in copies.tolist()]
+        for (s, d, length), (next_s, next_d, _) in itertools.pairwise(found):
+            assert (s + length, d + length) != (next_s, next_d)
+        longest = max([longest, *(length for _, _, length in found)])
+    assert longest >= 6
+
+
+@pytest.mark.parametrize("specs", [[MAMBA, KV, MAMBA], [KV], [MAMBA]], ids=["hybrid", "kv", "state"])
+def test_swaps_are_the_plain_loop_s(specs: list[PagedKVSpec | StateSpec]) -> None:
+    """Against copying one unit after the other, over many shapes; what is not copied stays."""
+    layout = CacheLayout.build(specs, 16, 1 << 18)
+    arena, host = Arena(layout, CPU), HostArena(layout, 9, CPU)
+    assert host.buffer.numel() == 8 * layout.slab_bytes
+    units = (
+        (layout.blocks_per_slab, layout.block_stride),
+        (layout.slots_per_slab, layout.slot_stride),
+    )
+    rng = random.Random(1)
+    for _ in range(60):
+        for buffer in (arena.buffer, host.buffer):
+            buffer.random_(0, 256)
+        # a slab is of one kind at a time: both kinds here write to different halves
+        chosen = []
+        for per_slab, _ in units:
+            if per_slab:
+                copies = some_copies(rng, 8 * per_slab, 8 * per_slab)
+                copies[:, 1] = copies[:, 1] % (4 * per_slab) + per_slab * (1 if not chosen else 5)
+                copies = copies[np.unique(copies[:, 1], return_index=True)[1]]
+                copies = copies[copies[:, 1] < 9 * per_slab]
+            else:
+                copies = pairs()
+            chosen.append(copies)
+        out = [copy[:: rng.choice([1, -1])] for copy in chosen]
+        expected = host.buffer.clone()
+        for copies, (per_slab, stride) in zip(out, units, strict=True):
+            for source, unit in copies.tolist():
+                place = (unit - per_slab) * stride
+                expected[place : place + stride] = arena.buffer[source * stride : (source + 1) * stride]
+        before = arena.buffer.clone()
+        host.swap_out(arena, *out)
+        assert torch.equal(host.buffer, expected)
+        assert torch.equal(arena.buffer, before)
+        back = [copies[:, ::-1] for copies in out]  # may write a unit twice, to the same end only if in order
+        back = [copies[np.unique(copies[:, 1], return_index=True)[1]] for copies in back]
+        expected = arena.buffer.clone()
+        for copies, (per_slab, stride) in zip(back, units, strict=True):
+            for unit, destination in copies.tolist():
+                place = (unit - per_slab) * stride
+                expected[destination * stride : (destination + 1) * stride] = host.buffer[
+                    place : place + stride
+                ]
+        host.swap_in(arena, *back)
+        assert torch.equal(arena.buffer, expected)
+
+
+def test_the_host_s_slab_0_takes_nothing_and_is_no_place_to_copy_to() -> None:
+    layout = CacheLayout.build([MAMBA, KV], 16, 1 << 18)
+    arena, host = Arena(layout, CPU), HostArena(layout, 3, CPU)
+    first, last = layout.blocks_per_slab, 3 * layout.blocks_per_slab - 1
+    arena.buffer.fill_(1)
+    host.buffer.fill_(0)
+    host.swap_out(arena, pairs((4, first), (5, last)), pairs())
+    assert host.buffer[: layout.block_stride].all()
+    assert host.buffer[-layout.block_stride :].all()
+    assert host.buffer.sum() == 2 * layout.block_stride
+    for wrong in (first - 1, last + 1):
+        with pytest.raises(IndexError):
+            host.swap_out(arena, pairs((4, wrong)), pairs())
+        with pytest.raises(IndexError):
+            host.swap_in(arena, pairs((wrong, 4)), pairs())
+
+
+def test_moves_read_all_sources_of_both_kinds_before_they_write() -> None:
+    """A slab of slots becomes one of blocks, another the reverse, in one step; and units change places."""
+    layout = CacheLayout.build([MAMBA, KV], 16, 1 << 18)
+    arena = Arena(layout, CPU)
+    blocks, slots = layout.blocks_per_slab, layout.slots_per_slab
+    arena.buffer.random_(0, 256)
+    before_blocks, before_slots = arena.blocks.clone(), arena.slots.clone()
+    block_moves = [(2 * blocks + i, 1 * blocks + i) for i in range(blocks)]  # onto slots that move away
+    slot_moves = [(1 * slots + i, 2 * slots + i) for i in range(slots)]  # onto blocks that move away
+    block_moves += [(5 * blocks, 5 * blocks + 1), (5 * blocks + 1, 5 * blocks)]
+    arena.move(pairs(*block_moves), pairs(*slot_moves))
+    for source, destination in block_moves:
+        assert torch.equal(arena.blocks[destination], before_blocks[source])
+    for source, destination in slot_moves:
+        assert torch.equal(arena.slots[destination], before_slots[source])
+    untouched = torch.ones(len(arena.buffer), dtype=torch.bool)
+    untouched[layout.slab_bytes : 3 * layout.slab_bytes] = False
+    untouched[5 * layout.slab_bytes : 5 * layout.slab_bytes + 2 * layout.block_stride] = False
+    assert torch.equal(arena.buffer[untouched], before_blocks.flatten()[untouched])

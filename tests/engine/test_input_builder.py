@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hybridserve.core.request import Request, SamplingParams
-from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
+from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies, UnitCopy
 from hybridserve.engine.input_builder import BANNED, InputBuilder, _Drawing
 
 
@@ -88,6 +88,42 @@ def test_block_table_follows_a_request_that_starts_again_elsewhere() -> None:
     builder.build(make_step(ScheduledSequence("r", 0, 8, (), False, (1, 2), 1)), {"r": request})
     step = ScheduledStep(1, (ScheduledSequence("r", 0, 12, ("r",), False, (7, 8, 9), 4),), finished=("r",))
     assert builder.build(step, {"r": request}).input.block_table.tolist() == [[7, 8, 9]]
+
+
+def test_rows_of_a_moved_request_are_written_anew() -> None:
+    """Blocks and slot have other numbers, no request has come or gone, and no row has grown."""
+    builder = InputBuilder(block_size=4, seed=0)
+    requests = {name: make_request(name, 6, (7, 8, 9)) for name in "ab"}
+
+    def step(number: int, blocks: tuple[int, ...], slot: int, **more: object) -> ScheduledStep:
+        start = 5 + number
+        a = ScheduledSequence("a", start, 1, ("a",), True, blocks, slot)
+        b = ScheduledSequence("b", start, 1, ("b",), True, (3, 4), 2)
+        return ScheduledStep(number, (a, b), **more)
+
+    builder.build(step(0, (1, 2), 1), requests)
+    moves = UnitCopies((UnitCopy(1, 9), UnitCopy(2, 8)), (UnitCopy(1, 6),))
+    got = builder.build(step(1, (9, 8), 6, moves=moves, moved=("a",)), requests).input
+    assert got.block_table.tolist() == [[9, 8], [3, 4]]
+    assert got.slot_mapping.tolist() == [8 * 4 + 2, 4 * 4 + 2]
+    assert got.state_slots.tolist() == [6, 2]
+    assert got.block_moves.tolist() == [[1, 9], [2, 8]]
+    assert got.state_moves.tolist() == [[1, 6]]
+    after = builder.build(step(2, (9, 8), 6), requests).input
+    assert after.block_table.tolist() == [[9, 8], [3, 4]]
+    assert after.block_moves.shape == (0, 2)
+
+
+def test_swaps_are_told_apart() -> None:
+    sequence = ScheduledSequence("d", 6, 1, ("d",), True, (3, 4), 9)
+    out = UnitCopies((UnitCopy(1, 2),), (UnitCopy(3, 4),))
+    back = UnitCopies((UnitCopy(5, 6), UnitCopy(7, 8)), (UnitCopy(9, 10),))
+    step = make_step(sequence, swaps_out=out, swaps_in=back)
+    got = InputBuilder(block_size=4, seed=0).build(step, {"d": make_request("d", 5, (7, 8))}).input
+    assert got.block_swaps_out.tolist() == [[1, 2]]
+    assert got.state_swaps_out.tolist() == [[3, 4]]
+    assert got.block_swaps_in.tolist() == [[5, 6], [7, 8]]
+    assert got.state_swaps_in.tolist() == [[9, 10]]
 
 
 def test_what_is_kept_of_those_who_draw_is_of_them() -> None:

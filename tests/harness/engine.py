@@ -1,8 +1,9 @@
 """An engine core with every guard of the invariance tests on, and the oracle that it is held against.
 
-The guards: free units are poisoned the moment they become free, the null slab before every step; after a step
-every byte that the step does not own must be what it was; integrity is checked after every step; at the end
-all memory must be back.
+The guards: free units are poisoned the moment they become free, or, while there are copies that read the
+arena as the next step finds it, right after these; the null slab before every step. After a step every byte
+of the arena and of the host's memory that the step does not own must be what it was; integrity is checked
+after every step; at the end all memory must be back.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class GuardedExecutor(Executor):
         self.worker = worker
         """For adapters; None where there are none."""
         self.arena = runner.arena
+        self.host = runner.host
         self.layout = runner.arena.layout
         self.inputs: list[StepInput] = []
         self.logits: torch.Tensor | None = None
@@ -96,8 +98,41 @@ class GuardedExecutor(Executor):
             return logits
 
         self.runner.model.logits = recorded  # type: ignore[method-assign]
-        if self._poison is not None:
-            self.fill(self.arena.buffer)
+        self.left: dict[int, list[torch.Tensor]] = {}
+        """By step: units of the arena that are free once its swaps out and moves have read them."""
+        self._owned: list[torch.Tensor] = []
+        """What was poisoned while the present step ran."""
+        plain_move = self.arena.move
+
+        def move(blocks: np.ndarray, slots: np.ndarray) -> None:
+            plain_move(blocks, slots)
+            self._poison_left(blocks, slots)
+
+        self.arena.move = move  # type: ignore[method-assign]
+        self.fill(self.arena.buffer)
+        if self.host is not None:
+            self.fill(self.host.buffer)
+
+    @property
+    def reads_arena(self) -> bool:
+        """Whether a step that has not run swaps something out or moves it."""
+        return any(
+            len(copies)
+            for step in self._queue
+            for copies in (step.block_swaps_out, step.state_swaps_out, step.block_moves, step.state_moves)
+        )
+
+    def _poison_left(self, blocks: np.ndarray, slots: np.ndarray) -> None:
+        """What is free now, but for what was moved there."""
+        kinds = ((blocks, self.arena.blocks), (slots, self.arena.slots))
+        moved = [units[to] for copies, units in kinds for to in copies[:, 1].tolist()]
+        left = [units[source] for copies, units in kinds for source in copies[:, 0].tolist()]
+        self._owned = [*self.left.pop(self.inputs[-1].step_id, []), *left, *moved]
+        kept = [unit.clone() for unit in moved]
+        for unit in self._owned:
+            self.fill(unit)
+        for unit, content in zip(moved, kept, strict=True):
+            unit.copy_(content)
 
     def fill(self, memory: torch.Tensor) -> None:
         if self._poison is not None:
@@ -108,6 +143,7 @@ class GuardedExecutor(Executor):
 
     def reset(self) -> None:
         self._queue.clear()
+        self.left.clear()
 
     def close(self) -> None:
         self._queue.clear()
@@ -119,10 +155,13 @@ class GuardedExecutor(Executor):
             self.worker.check_adapters(step)
         self.fill(self.arena.buffer[: self.layout.slab_bytes])
         self.on_execute(step)
-        before = self.arena.buffer.clone() if self._checksum else None
+        buffers = [self.arena.buffer] + ([] if self.host is None else [self.host.buffer])
+        before = [buffer.clone() for buffer in buffers] if self._checksum else []
         output = self.runner.execute(step)
-        if before is not None:
-            self._check_untouched(step, before)
+        if before:
+            self._check_untouched(step, before[0])
+        if len(before) > 1:
+            self._check_host_untouched(step, before[1])
         self.on_executed(step)
         return output
 
@@ -156,13 +195,32 @@ class GuardedExecutor(Executor):
             blocks = owned.as_strided(self.arena.blocks.shape, self.arena.blocks.stride())
             blocks[step.slot_mapping // self.layout.block_size] = True
             blocks[step.block_copies[:, 1]] = True
+            blocks[step.block_swaps_in[:, 1]] = True
         if self.layout.slots_per_slab:
             slots = owned.as_strided(self.arena.slots.shape, self.arena.slots.stride())
             slots[step.state_slots] = True
             slots[step.state_copies[:, 1]] = True
             slots[step.state_saves[:, 1]] = True
+            slots[step.state_swaps_in[:, 1]] = True
+        for unit in self._owned:
+            owned[unit.storage_offset() : unit.storage_offset() + len(unit)] = True
         changed = (before != self.arena.buffer) & ~owned
         assert not changed.any(), f"step {step.step_id} wrote to memory that it does not own"
+
+    def _check_host_untouched(self, step: StepInput, before: torch.Tensor) -> None:
+        """Nothing but what was swapped out has changed in the host's memory."""
+        assert self.host is not None
+        owned = torch.zeros(len(before), dtype=torch.bool)
+        layout = self.layout
+        kinds = (
+            (step.block_swaps_out, layout.blocks_per_slab, layout.block_stride),
+            (step.state_swaps_out, layout.slots_per_slab, layout.slot_stride),
+        )
+        for copies, first, stride in kinds:
+            for unit in copies[:, 1].tolist():
+                owned[(unit - first) * stride : (unit - first + 1) * stride] = True
+        changed = (before != self.host.buffer) & ~owned
+        assert not changed.any(), f"step {step.step_id} wrote to host memory that it does not own"
 
 
 class Guarded:
@@ -188,7 +246,12 @@ class Guarded:
         preempt_every: int | None = None,
         **options: Any,
     ) -> None:
-        defaults = {"max_model_len": 256, "check_integrity": True, "prefix_caching": False}
+        defaults = {
+            "max_model_len": 256,
+            "check_integrity": True,
+            "prefix_caching": False,
+            "host_swap_bytes": 0,
+        }
         options = {**defaults, "memory_bytes": memory, **options}
         config = load_config(str(path), None, {"max_num_batched_tokens": chunk, **options})
         plan = make_plan(config, path)
@@ -236,8 +299,12 @@ class Guarded:
         self._cache = core.scheduler.cache
         self._initial = (self._cache.blocks.num_free, self._cache.slots.num_free, self._cache.slabs.num_free)
         self._reorder_units(slot_order)
+        self._freed: list[torch.Tensor] = []
         self._poison_on_free(self._cache.blocks, executor.arena.blocks)
         self._poison_on_free(self._cache.slots, executor.arena.slots)
+        if executor.host is not None:
+            self._poison_host_on_free(self._cache.host.blocks, executor.host.blocks)
+            self._poison_host_on_free(self._cache.host.slots, executor.host.slots)
         self._wrap_build()
         executor.on_executed = self._record
 
@@ -290,6 +357,8 @@ class Guarded:
         cache.prefix.clear()
         cache.check_integrity([])
         assert (cache.blocks.num_free, cache.slots.num_free, cache.slabs.num_free) == self._initial
+        if self.executor.host is not None:
+            assert cache.host.slabs.num_free == cache.host.slabs.num_usable
         while self.core.adapters.num_loading:  # for requests that have been aborted
             self.core.adapters.wait()
             self.core._finish_loads()
@@ -330,6 +399,7 @@ class Guarded:
                     sequences[place:place] = [
                         ScheduledSequence(name, 0, 1, (), False, (0,), 0) for name in names
                     ]
+            self.executor.left[step.step_id], self._freed = self._freed, []
             self._planned[step.step_id] = [
                 (place, seq.samples) for place, seq in enumerate(sequences) if seq.samples
             ]
@@ -378,7 +448,27 @@ class Guarded:
         plain = pool._give
 
         def give(unit: int) -> None:
-            self.executor.fill(memory[unit])
+            if self._reads_arena():
+                self._freed.append(memory[unit])
+            else:
+                self.executor.fill(memory[unit])
+            plain(unit)
+
+        pool._give = give  # type: ignore[method-assign]
+
+    def _reads_arena(self) -> bool:
+        """Whether a copy that is planned has not read what it copies yet."""
+        cache = self._cache
+        if self._freed or cache.blocks._moves or cache.slots._moves or self.executor.reads_arena:
+            return True
+        return self.executor.host is not None and any(cache.host._swaps_out.values())
+
+    def _poison_host_on_free(self, pool: UnitPool, memory: torch.Tensor) -> None:
+        """No step that has not run reads a unit of the host that is free."""
+        plain = pool._give
+
+        def give(unit: int) -> None:
+            self.executor.fill(memory[unit - pool.units_per_slab])
             plain(unit)
 
         pool._give = give  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from hybridserve.core.adapter_slots import AdapterSlots
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.core.request import FinishReason, Request, SamplingParams
 from hybridserve.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, TokenEvent
+from tests.harness.symbolic_arena import SymbolicArena
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -125,8 +126,7 @@ class ScriptedEngine:
         self.loaded: list[str] = []
         self.device: dict[int, tuple[str, int]] = {}  # adapter slot -> (adapter, generation)
         self._flights: deque[_Captured] = deque()
-        self._blocks: dict[tuple[int, int], int] = {}
-        self._slots: dict[int, int] = {}
+        self.arena = SymbolicArena(layout)
         self._drawn: dict[tuple[Request, int], int] = {}  # (request, position) -> token
 
     def add(
@@ -240,12 +240,7 @@ class ScriptedEngine:
 
     def finish_step(self) -> list[TokenEvent]:
         step, requests, tokens = self._flights.popleft()
-        blocks, slots = dict(self._blocks), dict(self._slots)
-        for source, destination in step.block_copies:
-            for offset in range(self.layout.block_size):
-                self._blocks[destination, offset] = blocks.get((source, offset), -1)
-        for source, destination in step.state_copies:
-            self._slots[destination] = slots[source]
+        self.arena.begin(step)
         sampled: dict[str, int] = {}
         for sequence, chunk in zip(step.sequences, tokens, strict=True):
             state = self._compute(sequence, requests[sequence.request_id], chunk)
@@ -253,36 +248,30 @@ class ScriptedEngine:
                 request, end = requests[name], sequence.start + sequence.length
                 token = draw(state, request.index, end - request.num_prompt, request.params)
                 sampled[name] = self._drawn[request, end] = token
-        slots = dict(self._slots)
-        for source, destination in step.state_saves:
-            self._slots[destination] = slots[source]
+        self.arena.end(step)
         events = self.scheduler.update(step.step_id, sampled)
         self._clear_slots(self.scheduler.adapters.take_dropped())
         self.events += events
         return events
 
     def _compute(self, sequence: ScheduledSequence, request: Request, chunk: list[int | None]) -> int:
-        size, end = self.layout.block_size, sequence.start + sequence.length
+        """Run one sequence's tokens; returns what its draws depend on."""
+        start = sequence.start
+        known = request.prompt_ids + request.output_ids
         ids = [
-            self._drawn[request, sequence.start + i] if token is None else token
-            for i, token in enumerate(chunk)
+            self._drawn[request, position] if position >= len(known) else known[position]
+            for position in range(start)
+        ]
+        ids += [
+            self._drawn[request, position] if token is None else token
+            for position, token in enumerate(chunk, start=start)
         ]
         adapter_id = None
         if sequence.adapter_slot:
             adapter_id, _ = self.device[sequence.adapter_slot]
-        ids = adapted(ids, adapter_id, sequence.adapter_start, sequence.start)
-        state = fold(ids, self._slots[sequence.state_slot] if sequence.has_state else 0)
-        if self.layout.slots_per_slab:
-            self._slots[sequence.state_slot] = state
-        if self.layout.blocks_per_slab:
-            for position, token in enumerate(ids, start=sequence.start):
-                if position < sequence.write_from:
-                    continue
-                self._blocks[sequence.block_ids[position // size], position % size] = token
-            attended = fold([self._blocks[sequence.block_ids[p // size], p % size] for p in range(end)])
-            assert attended == state or not self.layout.slots_per_slab, f"{request.id}: state and KV disagree"
-            state = attended
-        return state
+        history = adapted(ids, adapter_id, sequence.adapter_start)
+        self.arena.compute(sequence, history)
+        return fold(history)
 
     def _check(self, step: ScheduledStep) -> None:
         assert 0 < step.num_tokens <= self.scheduler.max_num_batched_tokens
@@ -295,13 +284,16 @@ class ScriptedEngine:
         assert len(set(units)) == len(units), "two sequences write to the same unit"
         assert ("block", 0) not in units
         assert ("slot", 0) not in units
+        moved = {("block", source) for source, _ in step.moves.blocks}
+        moved |= {("slot", source) for source, _ in step.moves.slots}
         for flight in self._flights:  # D5: what a step in flight may still write has no new tenant yet
             before = {unit: owner for owner, units in self._written(flight.step).items() for unit in units}
-            for name, units in written.items():
-                assert all(before.get(unit, name) == name for unit in units), "written by a step in flight"
+            for name, units in written.items():  # but where this step saves first what is there
+                assert all(before.get(unit, name) == name for unit in units - moved), "written in flight"
 
     def _written(self, step: ScheduledStep) -> dict[str, set[tuple[str, int]]]:
         written: dict[str, set[tuple[str, int]]] = {}
+        swapped_in = {copy.destination for copy in step.swaps_in.blocks}
         for sequence in step.sequences:
             end, size = sequence.start + sequence.length, self.layout.block_size
             units: set[tuple[str, int]] = set()
@@ -310,6 +302,7 @@ class ScriptedEngine:
                 first = max(sequence.start, sequence.write_from) // size
                 touched = sequence.block_ids[first : -(-end // size)]
                 units |= {("block", block) for block in touched}
+                units |= {("block", block) for block in sequence.block_ids if block in swapped_in}
             if self.layout.slots_per_slab:
                 units.add(("slot", sequence.state_slot))
             written[sequence.request_id] = units
@@ -319,7 +312,8 @@ class ScriptedEngine:
     def check_drained(self) -> None:
         self.scheduler.cache.prefix.clear()
         self.scheduler.check_integrity()
-        usage = self.scheduler.cache.usage()
+        usage, host = self.scheduler.cache.usage(), self.scheduler.cache.host
+        assert (host.slabs.num_free, host.num_sequences) == (host.slabs.num_usable, 0)
         assert (usage.num_blocks, usage.num_slots, usage.num_slabs, usage.num_bytes) == (0, 0, 0, 0)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert not self.scheduler.waiting_for_adapters

@@ -515,5 +515,6 @@ def test_prompts_with_a_common_beginning(llm: LLM) -> None:
     kinds = ("kv_live", "kv_cached", "state_live", "checkpoints", "fragmented", "free")
     assert sum(after[f"cache_bytes_{kind}"] for kind in kinds) == after["cache_num_usable_bytes"]
     assert list(llm.stream(prompt, params, cache_salt="three"))
-    with pytest.raises(ValueError, match="cache_salt"):
-        llm.generate(prompt, params, cache_salt=7)
+    for salt in (7, "x" * 1025, "\ud800"):
+        with pytest.raises(ValueError, match="cache_salt: "):
+            llm.generate(prompt, params, cache_salt=salt)

@@ -119,6 +119,7 @@ def test_b007_usage_is_what_the_engine_counts(n, options):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert whole["usage"] == expected
         assert num_generated == n * (5 if "stop" in options else 7)

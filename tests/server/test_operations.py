@@ -199,6 +199,7 @@ def test_the_metrics_parse_and_have_the_names_that_gateways_read():
             "num_preemptions": 3,
             "cache_utilisation": 0.5,
             "cache_num_slots": 2,
+            "cache_num_checkpoints": 1,
             "cache_num_block_slabs": 3,
             "cache_num_slot_slabs": 1,
             "cache_num_usable_slabs": 9,

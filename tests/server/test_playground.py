@@ -11,6 +11,7 @@ import pytest
 
 from hybridserve.core.slabs import SlabKind
 from hybridserve.server.playground.files import FILES
+from hybridserve.server.playground.state import ARENA_KINDS
 from tests.harness.asgi import serving
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def test_the_state_is_for_users():
 
 def test_the_engine_at_a_glance():
     async def scenario(client: Client) -> None:
+        client.engine.hold()  # or they may have ended before anybody looks
         calls = [
             client.start("POST", "/v1/completions", {**PROMPT, "model": name}) for name in ("tiny", "law")
         ]
@@ -105,6 +107,8 @@ def test_the_engine_at_a_glance():
         ]
         assert "hello" not in str(state)
         assert [each["name"] for each in engine["adapters"]] == ["law"]
+        assert engine["arena"]["bytes_by_kind"].keys() == set(ARENA_KINDS)
+        client.engine.go_on()
         for call in calls:
             assert (await call.answer()).status == 200
         client.service._view._until = 0.0

@@ -271,6 +271,30 @@ def test_an_engine_that_dies_is_said_to_be_dead(browser):
         assert "engine" in page.text(".turn:last-child .error")
 
 
+def test_what_the_arena_is_used_for(browser):
+    sizes = {"kv_live": 2**20, "state_live": 2**20, "kv_cached": 2**21, "checkpoints": 0, "free": 2**22}
+    with web_server("word") as web, browser.page(web.url) as page:
+        wait_ready(page)
+        assert page.text("#hits") == ""
+        web.engine.fake.stats |= {f"cache_bytes_{kind}": size for kind, size in sizes.items()}
+        web.engine.fake.stats |= {
+            "cache_num_usable_bytes": 2**23,
+            "prefix_num_queried_tokens": 400,
+            "prefix_num_hit_tokens": 100,
+        }
+        page.wait("document.querySelector('#hits').innerText === '25% of prompts were there'")
+        assert page.text("#used") == "25%"
+        assert page.text("#bytes-kv_cached") == "2 MiB"
+        assert page.text("#bytes-fragmented") == "0 B"
+        widths = page.run("[...document.querySelector('#shares').children].map(part => part.offsetWidth)")
+        live, state, kept, checkpoints, between, free = widths
+        assert checkpoints == between == 0
+        assert abs(live - state) <= 1
+        assert abs(kept - 2 * live) <= 2
+        assert abs(free - 4 * live) <= 4
+        assert "kv cached 2 MiB" in page.run("document.querySelector('#shares').ariaLabel")
+
+
 def test_the_engine_is_seen_at_work(browser):
     with (
         web_server("word " * 500, step_seconds=0.05, adapters=("law",)) as web,

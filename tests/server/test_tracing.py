@@ -71,6 +71,7 @@ def test_a_request_and_the_phases_of_its_prompt():
             "http.response.status_code": 200,
             "gen_ai.usage.input_tokens": 4,
             "gen_ai.usage.output_tokens": 6,
+            "gen_ai.usage.cache_read.input_tokens": 0,
             "gen_ai.request.choice.count": 1,
             "gen_ai.request.max_tokens": 6,
             "gen_ai.response.finish_reasons": ("length",),

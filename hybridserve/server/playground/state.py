@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybridserve.server.exchange import Exchange
     from hybridserve.server.service import Service
 
+ARENA_KINDS = ("kv_live", "state_live", "kv_cached", "checkpoints", "fragmented", "free")
 _LATENCIES = ("time_to_first_token", "inter_token_latency")
 
 
@@ -42,7 +43,7 @@ class AdapterRow(msgspec.Struct, frozen=True):
 
 class ArenaState(msgspec.Struct, frozen=True):
     """`slabs` is base64 of one byte a slab: 0 free, 1 KV, 2 state, 3 null; those missing at its end are free.
-    Bytes in use are those of blocks and slots, not of slabs."""
+    Blocks and slots are those in use, for sequences or for later prompts."""
 
     slabs: bytes
     num_slabs: int
@@ -52,8 +53,9 @@ class ArenaState(msgspec.Struct, frozen=True):
     block_size: int
     num_blocks: int
     num_slots: int
-    num_bytes: int
     num_usable_bytes: int
+    bytes_by_kind: dict[str, int]
+    """What those are used for: kv_live, kv_cached, state_live, checkpoints, fragmented, free."""
 
 
 class EngineNumbers(msgspec.Struct, frozen=True):
@@ -67,6 +69,9 @@ class EngineNumbers(msgspec.Struct, frozen=True):
     num_computed_tokens: int
     num_generated_tokens: int
     num_preemptions: int
+    num_queried_tokens: int
+    """Of prompts; `num_hit_tokens` of them were not computed again."""
+    num_hit_tokens: int
     first_token: Latency
     between_tokens: Latency
     arena: ArenaState
@@ -101,6 +106,8 @@ def _numbers(service: Service, seconds: float, view: EngineView) -> EngineNumber
         num_computed_tokens=gauges.get("num_computed_tokens", 0),
         num_generated_tokens=gauges.get("num_generated_tokens", 0),
         num_preemptions=gauges.get("num_preemptions", 0),
+        num_queried_tokens=gauges.get("prefix_num_queried_tokens", 0),
+        num_hit_tokens=gauges.get("prefix_num_hit_tokens", 0),
         first_token=latencies["time_to_first_token"],
         between_tokens=latencies["inter_token_latency"],
         arena=ArenaState(
@@ -112,8 +119,8 @@ def _numbers(service: Service, seconds: float, view: EngineView) -> EngineNumber
             block_size=plan.get("block_size", 0),
             num_blocks=gauges.get("cache_num_blocks", 0),
             num_slots=gauges.get("cache_num_slots", 0),
-            num_bytes=gauges.get("cache_num_bytes", 0),
             num_usable_bytes=gauges.get("cache_num_usable_bytes", 0),
+            bytes_by_kind={kind: gauges.get(f"cache_bytes_{kind}", 0) for kind in ARENA_KINDS},
         ),
         requests=view.requests,
         adapters=list(_rows(view)),

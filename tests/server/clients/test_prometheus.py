@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybridserve.core.prefix_index import Cause
+from hybridserve.core.prefix_misses import Miss
 from hybridserve.server.security import ROUTES
 from tests.harness.serve_process import ROOT
 
@@ -27,6 +29,8 @@ LABELS = {
     "adapter": {"bard", "kjv", "(base)", "(others)"},
     "field": {"user"},
     "reason": {"queue_full"},
+    "cause": {*map(str, Cause), "blocks", *map(str, Miss)},
+    "kind": {"kv", "state", "free", "kv_live", "state_live", "kv_cached", "checkpoints", "fragmented"},
 }
 """All values that these labels may have after what the tests do."""
 

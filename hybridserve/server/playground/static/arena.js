@@ -1,11 +1,13 @@
-// Draws the arena: a cell a slab or, where there are more than fit, a cell for several.
+// Draws the arena: a cell a slab or, where there are more than fit, a cell for several; and what its bytes are for.
 
-import { find, setText } from "./dom.js";
+import { find, make, setText } from "./dom.js";
 
 const GAP = 1;
 const SIZES = [18, 14, 12, 10, 9, 8, 7, 6, 5];
 const MAX_HEIGHT = 120;
 const KINDS = ["free", "kv", "state", "null"]; // by number; in a cell, from the bottom to what is left: free
+
+const SHARES = ["kv_live", "state_live", "kv_cached", "checkpoints", "fragmented", "free"];
 
 const canvas = find("arena");
 let shown = null; // the kind of each slab, by number
@@ -76,6 +78,23 @@ export function show(arena, bytes) {
     "aria-label",
     `Map of the arena: ${totals.kv} slabs of KV, ${totals.state} of state, ${totals.free} free, ${totals.null} null`,
   );
+}
+
+/** One bar: of all bytes, those that sequences hold, those that are kept for later prompts, and the others. */
+export function showShares(sizes, bytes) {
+  const bar = find("shares");
+  if (!bar.children.length) {
+    bar.append(...SHARES.map((kind) => make("i")));
+    SHARES.forEach((kind, index) => (bar.children[index].dataset.share = kind));
+  }
+  SHARES.forEach((kind, index) => {
+    const part = bar.children[index];
+    part.hidden = !sizes[kind];
+    part.style.flexGrow = String(sizes[kind]);
+    setText(find(`bytes-${kind}`), bytes(sizes[kind]));
+  });
+  const told = SHARES.map((kind) => `${kind.replace("_", " ")} ${bytes(sizes[kind])}`);
+  bar.setAttribute("aria-label", `What the arena's memory is used for: ${told.join(", ")}`);
 }
 
 export function start() {

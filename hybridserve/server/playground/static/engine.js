@@ -81,9 +81,13 @@ function show(numbers) {
   setText(find("running"), String(numbers.num_running));
   setText(find("waiting"), String(numbers.num_waiting));
   const usable = numbers.arena.num_usable_bytes;
-  setText(find("used"), usable ? percent(numbers.arena.num_bytes / usable) : "–");
+  const sizes = numbers.arena.bytes_by_kind;
+  setText(find("used"), usable ? percent((sizes.kv_live + sizes.state_live) / usable) : "–");
 
   arena.show(numbers.arena, bytes);
+  arena.showShares(sizes, bytes);
+  const queried = numbers.num_queried_tokens;
+  setText(find("hits"), queried ? `${percent(numbers.num_hit_tokens / queried)} of prompts were there` : "");
   charts.tokens.add(numbers.seconds, [generated, computed]);
   charts.first.add(numbers.seconds, [first]);
   charts.between.add(numbers.seconds, [between]);
