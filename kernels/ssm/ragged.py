@@ -7,7 +7,7 @@ own length alone; whether it has a state is read from `has_state`, never inferre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -110,7 +110,8 @@ class Block:
 
     places: torch.Tensor  # [n, Q] flat positions; of a sequence that ends before, its last one again
     valid: torch.Tensor | None  # [n, Q] bool: which of them are no repetition; None where all are
-    tokens: Rows  # of the valid ones, in their order
+    results: Rows  # the valid ones among all n x Q
+    tokens: Rows  # and their flat positions
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class Chunks:
         return Block(
             torch.tensor(places, device=device),
             None if len(tokens) == len(spans) * width else torch.tensor(valid, device=device),
+            Rows.at([i for i, each in enumerate(chain.from_iterable(valid)) if each], device),
             Rows.at(tokens, device),
         )
 

@@ -157,10 +157,7 @@ class TorchNative(SSMBackend):
                 if block.valid is not None:
                     delta = delta * block.valid.unsqueeze(2)
                 y = ssd.block(heads, ssd.Inputs(taken, delta, *groups), h[: len(block.places)])
-                taken, y = (
-                    rows.flatten(0, 1) if block.valid is None else rows[block.valid] for rows in (taken, y)
-                )
-                put(block.tokens, taken, y)
+                put(block.tokens, *(block.results.take(rows.flatten(0, 1)) for rows in (taken, y)))
             chunks.slots.write(state, h)
         return out.take()
 
