@@ -54,9 +54,12 @@ def fall(e: ScriptedEngine, count: int = 1000) -> None:
 
 def path(e: ScriptedEngine, prompt: Sequence[int]) -> list[Node]:
     """The nodes of a prompt's full blocks."""
-    index, size = e.scheduler.cache.prefix.index, e.layout.block_size
-    nodes = {node.num_tokens: node for node in index.nodes if node.parent is not None}
-    return [nodes[end] for end in range(size, len(prompt) + 1, size)]
+    size, nodes = e.layout.block_size, []
+    node = e.scheduler.cache.prefix.index._top.children[b""]
+    for end in range(size, len(prompt) + 1, size):
+        node = node.children[array("i", prompt[end - size : end]).tobytes()]
+        nodes.append(node)
+    return nodes
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
@@ -234,6 +237,45 @@ def test_two_that_read_the_same_at_once(depth: int) -> None:
     e.check_drained()
 
 
+def test_what_comes_back_while_another_step_reads_it_on_the_host() -> None:
+    e = engine(depth=2)
+    prompt = tokens(21)
+    serve(e, "a", prompt)
+    fall(e)
+    e.add("b", prompt, max_tokens=4, ignore_eos=True)
+    e.plan()
+    e.add("c", prompt, max_tokens=4, ignore_eos=True)
+    assert len(e.plan().swaps_in.blocks) == 5
+    nodes = path(e, prompt)
+    e.finish_step()
+    assert all(node.block and node.host_block for node in nodes)
+    e.scheduler.check_integrity()
+    e.finish_step()
+    assert all(node.block and not node.host_block for node in nodes)
+    e.run()
+    e.check_outputs()
+    e.check_drained()
+
+
+def test_what_the_host_loses_may_make_blocks_of_the_arena_useless() -> None:
+    """And then they go before what is older."""
+    e = engine()
+    index = e.scheduler.cache.prefix.index
+    index.clock = 1000
+    serve(e, "a", tokens(21), max_tokens=1)
+    fall(e, 1)  # the last block, and the checkpoint
+    index.clock = 0
+    serve(e, "older", tokens(21, seed=1), max_tokens=1)
+    nodes = path(e, tokens(21))
+    assert [node.num_hosted for node in nodes] == [1] * 5
+    assert not index.has_useless_block
+    assert index.first_block is not nodes[3]
+    e.scheduler.cache.host.clear()
+    assert index.has_useless_block
+    assert index.first_block is nodes[3]
+    e.scheduler.check_integrity()
+
+
 def test_what_is_read_is_not_given_away_by_the_step_that_reads() -> None:
     """To admit it, the arena evicts more than the host has room for beside what was found there."""
     e = engine(kind="kv", num_slabs=8, num_host_slabs=5, max_model_len=28)  # of one block each
@@ -248,15 +290,17 @@ def test_what_is_read_is_not_given_away_by_the_step_that_reads() -> None:
     e.check_drained()
 
 
-def test_nobody_finds_what_is_not_to_be_trusted() -> None:
-    e = engine()
+@pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
+def test_nobody_finds_what_is_not_to_be_trusted(kind: str) -> None:
+    e = engine(kind=kind)
     prompt = tokens(21)
     request = e.add("a", prompt, max_tokens=9, ignore_eos=True)
     while not request.output_ids:
         e.step()
-    e.scheduler.cache.release(request)  # so that its blocks can fall while it lives
+    e.scheduler.preempt(request)  # so that its blocks can fall while it lives
     fall(e)
-    assert path(e, prompt)[0].host_block
+    last = path(e, prompt)[-1]
+    assert last.host_block or last.has_hosted_checkpoint
     e.scheduler.distrust("a")
     e.scheduler.check_integrity()
     other = e.add("b", prompt, max_tokens=2, ignore_eos=True)

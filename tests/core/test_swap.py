@@ -404,24 +404,13 @@ def test_a_swapped_parent_may_end_before_its_children_fork() -> None:
 
 def test_a_fork_that_this_step_makes_is_computed_again() -> None:
     """It has nothing before the step's copies, and those come after the swaps out."""
-    e = engine(6, max_num_seqs=8, max_model_len=40)
-    e.add("a", [1] * 10, n=2, max_tokens=20, ignore_eos=True)
-    e.add("b", [2] * 10, n=2, max_tokens=20, ignore_eos=True)
-    seen = 0
-    plain = e.scheduler._swap_out
-
-    def swap_out(request: Request) -> bool:
-        nonlocal seen
-        is_new = request.last_step == e.scheduler._next_step_id
-        done = plain(request)
-        assert not (is_new and done)
-        seen += is_new
-        return done
-
-    e.scheduler._swap_out = swap_out  # type: ignore[method-assign]
-    e.run()
-    e.check_outputs()
-    assert seen == e.scheduler.counters.num_recomputed_instead
+    e = engine()
+    e.add("a", [1] * 9, max_tokens=5, ignore_eos=True)
+    a = decode(e, "a")
+    a.last_step = e.scheduler._next_step_id  # as `StepPlan.fork` sets it
+    e.scheduler.preempt(a)
+    assert (a.is_swapped_out, a.num_computed) == (False, 0)
+    assert e.scheduler.counters.num_recomputed_instead == 1
 
 
 def test_adapters_go_and_come_back() -> None:
@@ -482,6 +471,22 @@ def test_what_was_swapped_in_is_there_for_others() -> None:
     e.step()
     assert blocks == set(e.scheduler.cache.prefix.index.blocks)
     e.run()
+    e.check_outputs()
+    e.check_drained()
+
+
+def test_a_block_that_it_has_computed_in_part_is_its_own() -> None:
+    """Even where another has computed all of it meanwhile."""
+    e = engine(max_num_batched_tokens=6, prefix_caching=True, policy="priority", max_num_seqs=1)
+    prompt = [1, 2, 3, 4, 5] * 4
+    a = e.add("a", prompt, priority=5, max_tokens=2, ignore_eos=True)
+    e.step()
+    e.scheduler.preempt(a)
+    assert a.num_computed == 6
+    e.add("b", prompt, priority=0, max_tokens=2, ignore_eos=True)
+    e.run()
+    resumed = next(step for step in e.steps if step.sequences[0][:2] == ("a", 6))
+    assert num_copied(resumed.swaps_in) == (1, 1)
     e.check_outputs()
     e.check_drained()
 

@@ -30,7 +30,19 @@ LABELS = {
     "field": {"user"},
     "reason": {"queue_full"},
     "cause": {*map(str, Cause), "blocks", *map(str, Miss)},
-    "kind": {"kv", "state", "free", "kv_live", "state_live", "kv_cached", "checkpoints", "fragmented"},
+    "kind": {
+        "kv",
+        "state",
+        "free",
+        "kv_live",
+        "state_live",
+        "kv_cached",
+        "checkpoints",
+        "fragmented",
+        "sequences",
+        "prefix_blocks",
+    },
+    "unit": {"blocks", "checkpoints"},
 }
 """All values that these labels may have after what the tests do."""
 
