@@ -26,7 +26,10 @@ LAYERS = 2
 WIDTH = 4
 
 SHAPES = {"jamba-100m": (1024, 16)}
-"""Channels, states a channel."""
+"""Mamba: channels, states a channel."""
+
+HEADS = {"mamba2-100m": (16, 64, 1, 64), "bamba-9b": (128, 64, 1, 128)}
+"""Mamba-2: heads, channels of a head, groups, states a channel."""
 
 BATCHES = {
     "decode 1": [1],
@@ -74,10 +77,38 @@ class Batch:
         )
 
 
+class HeadsBatch(Batch):
+    """The same for Mamba-2, whose convolution is over x, B and C together."""
+
+    def __init__(self, shape: tuple[int, int, int, int], lens: list[int], dtype: torch.dtype) -> None:
+        heads, size, groups, states = shape
+        total, shared = sum(lens), groups * states
+        super().__init__((heads * size + 2 * shared, 1), lens, dtype)
+        generator = torch.Generator().manual_seed(1)
+
+        def rand(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator)
+
+        self.ssm_state = rand(len(lens) + 1, LAYERS, heads, size, states)[:, 1]
+        x, B, C = self.x.split([heads * size, shared, shared], 1)
+        self.u, self.gate = x.unflatten(1, (heads, size)), rand(total, heads, size).to(dtype)
+        self.B, self.C = B.unflatten(1, (groups, states)), C.unflatten(1, (groups, states))
+        self.dt, self.dt_bias = rand(total, heads).to(dtype), rand(heads) - 4
+        self.A, self.D = -torch.arange(1.0, heads + 1), torch.ones(heads)
+
+    def scan(self, backend: SSMBackend, metadata: SSMMetadata) -> torch.Tensor:
+        inputs = (self.u, self.dt, self.A, self.B, self.C, self.D, self.gate, self.dt_bias)
+        return backend.ssd_scan(*inputs, self.ssm_state, metadata)
+
+
 def check(backend: SSMBackend) -> None:
     """No speed of what is wrong: raises AssertionError if the backend differs from the reference."""
-    for operator in (Batch.conv, Batch.scan):
-        ours, theirs = (Batch((24, 16), [1, 20, 1, 5], torch.float32) for _ in range(2))
+    for kind, shape, operator in (
+        (Batch, (24, 16), Batch.conv),
+        (Batch, (24, 16), Batch.scan),
+        (HeadsBatch, (4, 16, 2, 24), HeadsBatch.scan),
+    ):
+        ours, theirs = (kind(shape, [1, 70, 1, 5], torch.float32) for _ in range(2))
         result = operator(ours, backend, backend.prepare(ours.metadata))
         torch.testing.assert_close(
             result, operator(theirs, Reference(), theirs.metadata), atol=1e-4, rtol=1e-4
@@ -97,8 +128,12 @@ def measure(dtype: str, seconds: float = 0.5) -> Iterator[dict[str, Any]]:
             continue
         backend = candidate()
         check(backend)
-        for (model, shape), (name, lens) in itertools.product(SHAPES.items(), BATCHES.items()):
-            batch = Batch(shape, lens, getattr(torch, dtype))
+        models = [
+            *((model, partial(Batch, shape)) for model, shape in SHAPES.items()),
+            *((model, partial(HeadsBatch, shape)) for model, shape in HEADS.items()),
+        ]
+        for (model, kind), (name, lens) in itertools.product(models, BATCHES.items()):
+            batch = kind(lens, getattr(torch, dtype))
             prepared = backend.prepare(batch.metadata)
             yield {
                 "backend": backend.name,

@@ -432,6 +432,7 @@ class Scheduler:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""
         start, end = request.num_computed, request.num_computed + length
         samples: tuple[str, ...] = ()
+        request.num_computed = end  # before children come, who would ask for a checkpoint within this chunk
         if end == request.num_tokens:
             if request.params.max_tokens == 0:
                 plan.completed.append(request)
@@ -443,7 +444,6 @@ class Scheduler:
                     samples += tuple(child.id for child in children)
                     plan.draws += children
                 request.num_pending += 1
-        request.num_computed = end
         request.last_step = plan.step_id
         size = self.layout.block_size
         if end // size > start // size:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ARCHITECTURES", "build_model", "load_hf_config"]
 
 ARCHITECTURES: Mapping[str, str] = {
+    "BambaForCausalLM": "bamba",
     "JambaForCausalLM": "jamba",
     "LlamaForCausalLM": "llama",
     "MambaForCausalLM": "mamba",

@@ -1,4 +1,4 @@
-"""Causal convolution and selective scan: recurrences whose state is overwritten."""
+"""Causal convolution, and the scans of Mamba and Mamba-2: recurrences whose state is overwritten."""
 
 from hybridserve.kernels.ssm.mamba_ssm import MambaSSM
 from hybridserve.kernels.ssm.native import Native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ class SSMBackend(Backend):
     """Recurrences over ragged batches, with initial and final states read and written by slot."""
 
     def prepare(self, metadata: SSMMetadata) -> SSMMetadata:
-        """Derive, once a step, whatever the two operators need in every layer."""
+        """Derive, once a step, whatever the operators need in every layer."""
         return metadata
 
     @abstractmethod
@@ -70,4 +71,27 @@ class SSMBackend(Backend):
         delta = softplus(dt + dt_bias); h[t] = exp(delta A) h[t-1] + delta B[t] u[t]; y = C[t] h[t] + D u[t];
         y *= silu(z). h starts from the sequence's slot, or from zero where it has no state; the last h is
         written back to the slot.
+        """
+
+    @abstractmethod
+    def ssd_scan(
+        self,
+        x: torch.Tensor,  # [T, H, P]
+        dt: torch.Tensor,  # [T, H] before bias and softplus
+        A: torch.Tensor,  # [H] float32, negative
+        B: torch.Tensor,  # [T, G, N]
+        C: torch.Tensor,  # [T, G, N]
+        D: torch.Tensor,  # [H] float32
+        z: torch.Tensor | None,  # [T, H, P] gate
+        dt_bias: torch.Tensor | None,  # [H] float32
+        state: torch.Tensor,  # [num_slots, H, P, N], any strides, float32 unless configured otherwise
+        metadata: SSMMetadata,
+        *,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
+    ) -> torch.Tensor:
+        """Mamba-2's scan (arXiv 2405.21060, section 6), computed in float32; [T, H, P] in x's dtype.
+
+        H heads of P channels share one decay each; H / G neighbouring heads share the B and C of a group.
+        delta = clamp(softplus(dt + dt_bias), dt_limits); h[t] = exp(delta A) h[t-1] + delta x[t] B[t]^T;
+        y = h[t] C[t] + D x[t]; y *= silu(z). Where h starts and where it stays is as above.
         """

@@ -1,7 +1,7 @@
-/* Causal convolution and selective scan of a ragged batch: one call a layer, states by slot.
+/* Causal convolution, and the scans of Mamba and Mamba-2, of a ragged batch: one call a layer, states by slot.
 
-   A task is one sequence and CHANNELS of its channels. It walks the sequence in tiles of TOKENS, widened to float32,
-   and carries the state from tile to tile. Every token goes through the same instructions whatever its place, its
+   A task is one sequence and CHANNELS of its channels, or one head of Mamba-2. It walks the sequence in tiles of
+   TOKENS, widened to float32, and carries the state from tile to tile. Every token goes through the same instructions whatever its place, its
    company and the number of threads, so no result depends on them, and none on how a prompt is cut into chunks (where
    the state is stored in float32).
 
@@ -235,5 +235,117 @@ EXPORT void selective_scan(const int64_t *query_start, const int64_t *slots, con
   for (int64_t number = 0; number < tasks; number++) {
     const Task task = task_of(&a.batch, &a.h, number);
     if (task.start < task.stop) scan(&a, &task);
+  }
+}
+
+typedef struct {
+  Batch batch; /* its channels are heads */
+  int64_t head_size, num_groups, num_states;
+  const void *x, *dt, *B, *C, *z;
+  int64_t x_step, dt_step, B_step, C_step, z_step;
+  const float *A, *D, *dt_bias;
+  float least, most; /* of delta */
+  void *state;       /* [num_slots, H, P, N] */
+  int64_t state_type, slot_step, head_step, row_step, state_step;
+  void *y; /* [T, H, P] */
+} Ssd;
+
+/* Moves h [rows, padded], whose rows share one decay, on by one token; y = h C. `input` is delta x. */
+INLINE void advance_head(float *h, float decay, const float *input, const float *B, const float *C, float *y,
+                         int64_t rows, int64_t padded) {
+  const vec keep = splat(decay);
+  for (int64_t r = 0; r < rows; r += LANES) {
+    vec sums[LANES];
+    for (int64_t i = 0; i < LANES; i++) sums[i] = splat(0);
+    for (int64_t n = 0; n < padded; n += LANES) {
+      const vec b = load(B + n), c = load(C + n);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < LANES; i++) {
+        const int64_t at = (r + i) * padded + n;
+        const vec next = fma_v(keep, load(h + at), splat(input[r + i]) * b);
+        store(h + at, next);
+        sums[i] = fma_v(next, c, sums[i]);
+      }
+    }
+    store(y + r, sums_of_lanes(sums));
+  }
+}
+
+static void scan_head(const Ssd *a, int64_t sequence, int64_t head) {
+  const int64_t start = a->batch.query_start[sequence], stop = a->batch.query_start[sequence + 1];
+  const int64_t slot = a->batch.slots[sequence], type = a->batch.type, head_size = a->head_size;
+  const int64_t num_states = a->num_states, padded = round_up(num_states, LANES), rows = round_up(head_size, LANES);
+  const int64_t first = head * head_size, group = head / (a->batch.num_channels / a->num_groups) * num_states;
+  char *const state = element(a->state, a->state_type, slot * a->slot_step + head * a->head_step);
+  const int fresh = !a->batch.has_state[sequence], whole = padded == num_states && rows == head_size;
+  const int in_place =
+      whole && slot != 0 && a->state_type == FLOAT32 && a->state_step == 1 && a->row_step == num_states;
+  float h_copy[in_place ? 1 : rows * padded], *h = (float *)state;
+  float x[TOKENS][rows], z[TOKENS][rows], B[TOKENS][padded], C[TOKENS][padded];
+  float delta[TOKENS] = {0}, decay[TOKENS], input[rows], y[rows];
+
+  if (!whole) {
+    memset(x, 0, sizeof x);
+    memset(z, 0, sizeof z);
+    memset(B, 0, sizeof B);
+    memset(C, 0, sizeof C);
+  }
+  if (!in_place) {
+    h = h_copy;
+    memset(h, 0, sizeof h_copy);
+    for (int64_t r = 0; r < head_size && !fresh; r++)
+      widen_row(h + r * padded, element(state, a->state_type, r * a->row_step), a->state_type, num_states,
+                a->state_step);
+  } else if (fresh) {
+    memset(h, 0, (size_t)(rows * padded) * sizeof *h);
+  }
+  for (int64_t t = start; t < stop; t += TOKENS) {
+    const int64_t n = min_i(TOKENS, stop - t);
+    widen_row(delta, element(a->dt, type, t * a->dt_step + head), type, n, a->dt_step);
+    for (int64_t i = 0; i < n; i++) {
+      widen_row(x[i], element(a->x, type, (t + i) * a->x_step + first), type, head_size, 1);
+      if (a->z) widen_row(z[i], element(a->z, type, (t + i) * a->z_step + first), type, head_size, 1);
+      widen_row(B[i], element(a->B, type, (t + i) * a->B_step + group), type, num_states, 1);
+      widen_row(C[i], element(a->C, type, (t + i) * a->C_step + group), type, num_states, 1);
+    }
+    for (int64_t i = 0; i < TOKENS; i += LANES) {
+      const vec step = softplus_v(load(delta + i) + (a->dt_bias ? a->dt_bias[head] : 0));
+      const vec limited = least_v(splat(a->most), most_v(splat(a->least), step));
+      store(delta + i, limited);
+      store(decay + i, exp2_v(limited * LOG2_E * a->A[head]));
+    }
+    for (int64_t i = 0; i < n; i++) {
+      for (int64_t r = 0; r < rows; r += LANES) store(input + r, splat(delta[i]) * load(x[i] + r));
+      advance_head(h, decay[i], input, B[i], C[i], y, rows, padded);
+      for (int64_t r = 0; r < rows; r += LANES) {
+        const vec sum = fma_v(splat(a->D[head]), load(x[i] + r), load(y + r));
+        store(y + r, a->z ? sum * quick_silu_v(load(z[i] + r)) : sum);
+      }
+      narrow_row(element(a->y, type, (t + i) * a->batch.num_channels * head_size + first), y, type, head_size, 1);
+    }
+  }
+  for (int64_t r = 0; r < head_size && !in_place; r++)
+    narrow_row(element(state, a->state_type, r * a->row_step), h + r * padded, a->state_type, num_states,
+               a->state_step);
+}
+
+EXPORT void ssd_scan(const int64_t *query_start, const int64_t *slots, const uint8_t *has_state,
+                     int64_t num_sequences, int64_t num_heads, int64_t head_size, int64_t num_groups,
+                     int64_t num_states, int64_t type, const void *x, int64_t x_step, const void *dt, int64_t dt_step,
+                     const void *B, int64_t B_step, const void *C, int64_t C_step, const void *z, int64_t z_step,
+                     const float *A, const float *D, const float *dt_bias, double least, double most, void *state,
+                     int64_t state_type, int64_t slot_step, int64_t head_step, int64_t row_step, int64_t state_step,
+                     void *y, int64_t num_threads) {
+  const Ssd a = {
+      {query_start, slots, has_state, num_sequences, num_heads, type},
+      head_size, num_groups, num_states, x, dt, B, C, z, x_step, dt_step, B_step, C_step, z_step, A, D, dt_bias,
+      (float)least, (float)most, state, state_type, slot_step, head_step, row_step, state_step, y,
+  };
+  const int64_t tasks = num_sequences * num_heads;
+  const int64_t outputs = (query_start[num_sequences] - query_start[0]) * num_heads * head_size;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1 && outputs * num_states > PARALLEL_STATES)
+  for (int64_t number = 0; number < tasks; number++) {
+    const int64_t sequence = number / num_heads;
+    if (query_start[sequence] < query_start[sequence + 1]) scan_head(&a, sequence, number % num_heads);
   }
 }

@@ -6,6 +6,8 @@ nor on the number of threads nor, with a float32 state, on how a prompt is cut i
 
 from __future__ import annotations
 
+import ctypes
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ from hybridserve.kernels.native import INT, KINDS, POINTER
 from hybridserve.kernels.ssm.interface import SSMBackend
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hybridserve.kernels.registry import Capabilities
     from hybridserve.kernels.ssm.interface import SSMMetadata
 
@@ -37,6 +41,14 @@ FUNCTIONS = {
         *(POINTER, INT, INT, INT, INT),  # state
         *(POINTER, INT),
     ),
+    "ssd_scan": (
+        *(*_BATCH, INT, INT, INT, INT, INT),
+        *(POINTER, INT) * 5,  # x, dt, B, C, z
+        *(POINTER, POINTER, POINTER),  # A, D, dt_bias
+        *(ctypes.c_double, ctypes.c_double),  # limits of delta
+        *(POINTER, INT, INT, INT, INT, INT),  # state
+        *(POINTER, INT),
+    ),
 }
 """What native.c has, by the types of arguments."""
 
@@ -55,6 +67,7 @@ class Native(SSMBackend):
     def __init__(self) -> None:
         library = native.load(SOURCE, FUNCTIONS)
         self._conv, self._scan = library.causal_conv1d, library.selective_scan
+        self._ssd_scan = library.ssd_scan
 
     def causal_conv1d(
         self,
@@ -100,23 +113,15 @@ class Native(SSMBackend):
         state: torch.Tensor,
         metadata: SSMMetadata,
     ) -> torch.Tensor:
-        dtype = u.dtype
-        if not (dt.dtype is B.dtype is C.dtype is dtype and (z is None or z.dtype is dtype)):
-            dtype = torch.float32
-        rows = [_rows(x, dtype) for x in (u, dt, B, C)]
-        if z is not None:
-            rows.append(_rows(z, dtype))
-        arguments: list[int | None] = [argument for x in rows for argument in (x.data_ptr(), x.stride(0))]
-        if z is None:
-            arguments += (None, 0)
+        dtype, rows = _inputs((u, dt, B, C), z)
         A, D = _whole(A, torch.float32), _whole(D, torch.float32)
         dt_bias = None if dt_bias is None else _whole(dt_bias, torch.float32)
-        y = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
+        y = torch.empty_like(u, dtype=dtype, memory_format=torch.contiguous_format)
         self._scan(
             *_batch(metadata),
             *A.shape,
             KINDS[dtype],
-            *arguments,
+            *(argument for x in rows for argument in _place(x)),
             A.data_ptr(),
             D.data_ptr(),
             None if dt_bias is None else dt_bias.data_ptr(),
@@ -125,6 +130,58 @@ class Native(SSMBackend):
             torch.get_num_threads(),
         )
         return y if dtype is u.dtype else y.to(u.dtype)
+
+    def ssd_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+        *,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
+    ) -> torch.Tensor:
+        dtype, rows = _inputs((x, dt, B, C), z)
+        A, D = _whole(A, torch.float32), _whole(D, torch.float32)
+        dt_bias = None if dt_bias is None else _whole(dt_bias, torch.float32)
+        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        self._ssd_scan(
+            *_batch(metadata),
+            *x.shape[1:],
+            *B.shape[1:],
+            KINDS[dtype],
+            *(argument for each in rows for argument in _place(each)),
+            A.data_ptr(),
+            D.data_ptr(),
+            None if dt_bias is None else dt_bias.data_ptr(),
+            *dt_limits,
+            state.data_ptr(),
+            KINDS[state.dtype],
+            *state.stride(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y if dtype is x.dtype else y.to(x.dtype)
+
+
+def _inputs(
+    tensors: Sequence[torch.Tensor], z: torch.Tensor | None
+) -> tuple[torch.dtype, list[torch.Tensor | None]]:
+    """What a scan reads of each token, z last, as rows of one dtype: their own, or else float32."""
+    dtype = tensors[0].dtype
+    given = [*tensors, z]
+    if any(x is not None and x.dtype is not dtype for x in given):
+        dtype = torch.float32
+    return dtype, [None if x is None else _rows(x if x.dim() == 2 else x.flatten(1), dtype) for x in given]
+
+
+def _place(rows: torch.Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if rows is None else (rows.data_ptr(), rows.stride(0))
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ own length alone; whether it has a state is read from `has_state`, never inferre
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -102,6 +102,19 @@ class Edges:
 
 
 @dataclass(slots=True)
+class Block:
+    """The next tokens, at most so many of each, of the n longest sequences: those that still have any.
+
+    A block begins where its sequences' own tokens do, never in the middle of what another one began.
+    """
+
+    places: torch.Tensor  # [n, Q] flat positions; of a sequence that ends before, its last one again
+    valid: torch.Tensor | None  # [n, Q] bool: which of them are no repetition; None where all are
+    results: Rows  # the valid ones among all n x Q
+    tokens: Rows  # and their flat positions
+
+
+@dataclass(slots=True)
 class Chunks:
     """Sequences with more than one token in this step, longest first."""
 
@@ -114,12 +127,35 @@ class Chunks:
     """Ordered by time, then sequence: those alive at time t are the first `widths[t]`, the longest."""
     widths: list[int]
     _edges: dict[int, Edges] = field(default_factory=dict)
+    _blocks: dict[int, list[Block]] = field(default_factory=dict)
 
     def edges(self, num_past: int) -> Edges:
         """Computed once a step: all convolutions of a model are equally wide."""
         if num_past not in self._edges:
             self._edges[num_past] = self._find_edges(num_past)
         return self._edges[num_past]
+
+    def blocks(self, size: int) -> list[Block]:
+        """All tokens, `size` of each sequence at a time. Computed once a step."""
+        if size not in self._blocks:
+            start, stop = self.spans[0]
+            self._blocks[size] = [self._cut_block(first, size) for first in range(0, stop - start, size)]
+        return self._blocks[size]
+
+    def _cut_block(self, first: int, size: int) -> Block:
+        """That of each sequence's tokens `first` .. `first + size`."""
+        spans = [(start + first, stop) for start, stop in self.spans if start + first < stop]
+        width = min(size, spans[0][1] - spans[0][0])
+        places = [[min(start + i, stop - 1) for i in range(width)] for start, stop in spans]
+        valid = [[start + i < stop for i in range(width)] for start, stop in spans]
+        tokens = [start + i for start, stop in spans for i in range(min(width, stop - start))]
+        device = self.slots.index.device
+        return Block(
+            torch.tensor(places, device=device),
+            None if len(tokens) == len(spans) * width else torch.tensor(valid, device=device),
+            Rows.at([i for i, each in enumerate(chain.from_iterable(valid)) if each], device),
+            Rows.at(tokens, device),
+        )
 
     def _find_edges(self, num_past: int) -> Edges:
         tokens: list[int] = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from hybridserve.kernels.ssm import ssd
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.ssm.ragged import Chunks, Edges, RaggedMetadata, Rows, Slots, split
 
@@ -27,6 +28,10 @@ _SEGMENT_ELEMENTS = 1 << 18
 
 _FEW_ELEMENTS = 1 << 13
 """Up to here the number of calls is what costs, not the arithmetic."""
+
+_BLOCK_TOKENS = 64
+"""Tokens of a sequence that Mamba-2's scan takes at a time: their products grow with the square, the number
+of calls with the inverse."""
 
 _LOG2_E = math.log2(math.e)
 """For exp(x) as exp2(x log2(e)): torch's exp2 takes little more than half the time of its exp."""
@@ -112,6 +117,48 @@ class TorchNative(SSMBackend):
                 start += rows.num
                 scan(rows, partial(self._scan, A, h, widths))
             chunks.slots.write(state, h.transpose(1, 2))
+        return out.take()
+
+    def ssd_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+        *,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
+    ) -> torch.Tensor:
+        ragged = _ragged(metadata)
+        heads = ssd.Heads(A, D, dt_bias, dt_limits)
+        out = _Output(x)
+
+        def put(rows: Rows, inputs: torch.Tensor, y: torch.Tensor) -> None:
+            y = y.addcmul(inputs, D.unsqueeze(1))
+            out.put(rows, y if z is None else y.mul_(F.silu(rows.take(z).float())))
+
+        if (singles := ragged.singles) is not None:
+            taken, delta, *groups = (singles.tokens.take(each).float() for each in (x, dt, B, C))
+            h = singles.slots.read(state).float()
+            y = ssd.step(heads, ssd.Inputs(taken, heads.delta(delta), *groups), h)
+            singles.slots.write(state, h)
+            put(singles.tokens, taken, y)
+        if (chunks := ragged.chunks) is not None:
+            h = torch.empty(len(chunks.spans), *state.shape[1:], device=state.device)
+            h.copy_(chunks.slots.read(state))
+            for block in chunks.blocks(_BLOCK_TOKENS):
+                taken, delta, *groups = (each[block.places].float() for each in (x, dt, B, C))
+                delta = heads.delta(delta)
+                if block.valid is not None:
+                    delta = delta * block.valid.unsqueeze(2)
+                y = ssd.block(heads, ssd.Inputs(taken, delta, *groups), h[: len(block.places)])
+                put(block.tokens, *(block.results.take(rows.flatten(0, 1)) for rows in (taken, y)))
+            chunks.slots.write(state, h)
         return out.take()
 
     def _step(

@@ -118,6 +118,11 @@ class PrefixMachine(RuleBasedStateMachine):
         if running:
             self.engine.scheduler.preempt(self.engine.requests[data.draw(st.sampled_from(running))])
 
+    @precondition(lambda self: self.engine.requests)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        self.engine.scheduler.distrust(data.draw(st.sampled_from(sorted(self.engine.requests))))
+
     @rule()
     def restart(self) -> None:
         self.engine.restart()

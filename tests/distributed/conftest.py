@@ -26,6 +26,10 @@ MODELS = {
             "vocab_size": 509,
         },
     ),
+    **{
+        f"bamba-{groups}": ("bamba", {**EIGHT_HEADS, "mamba_n_groups": groups, "mamba_proj_bias": True})
+        for groups in (1, 2, 8)
+    },
     "mamba": ("mamba", {"use_bias": True, "vocab_size": 509}),
     "llama": ("llama", {**EIGHT_HEADS, "attention_bias": True, "mlp_bias": True, "vocab_size": 510}),
     "llama-tied": (

@@ -188,3 +188,13 @@ def test_faults_are_seen(
     right = run(ranks, kit, adapter, (tensor, 1))[0]["logits"]
     wrong = run(ranks, kit, adapter, (tensor, 1), fault=fault)[0]["logits"]
     assert (right - wrong).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_groups_that_ranks_share(ranks: RankPool, tmp_path: Path, groups: int, use_dora: bool) -> None:
+    """Mamba-2's in_proj is cut in five: B and C of a group have the same rows on each rank that shares it."""
+    shared = Kit(tmp_path, "bamba", mamba_n_groups=groups)
+    spec = AdapterSpec(9, 4, ("in_proj", "out_proj"), config={"use_dora": use_dora})
+    results = assert_equals_one(ranks, shared, shared.adapter("bamba", spec), (4, 1), chunk=3)
+    assert (results[0]["logits"] - shared.logits("bamba", IDS)).abs().max() <= TOLERANCE

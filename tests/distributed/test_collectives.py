@@ -24,7 +24,7 @@ IDS = random_ids(0, 24, vocab_size=500)
 FLOAT32 = 4
 
 
-def reductions(layers: range, config: dict[str, Any], *, is_first: bool) -> list[int]:
+def reductions(layers: range, config: dict[str, Any], tensor: int, *, is_first: bool) -> list[int]:
     """The widths, in elements a token, of all that one stage sums over its ranks: the formula."""
     hidden = config["hidden_size"]
     widths = [hidden] if is_first else []
@@ -33,7 +33,11 @@ def reductions(layers: range, config: dict[str, Any], *, is_first: bool) -> list
     if config["model_type"] == "mamba":
         dt_rank, state, period, offset = config["time_step_rank"], config["state_size"], 1, 1
     for layer in layers:
-        if layer % period != offset:  # x_proj of Mamba
+        if config["model_type"] == "bamba":
+            groups = config["mamba_n_groups"]
+            if layer not in config["attn_layer_indices"] and groups < tensor:  # the norm's sums of squares
+                widths.append(groups)
+        elif layer % period != offset:  # x_proj of Mamba
             widths.append(dt_rank + 2 * state)
         widths.append(hidden)  # the mixer's output
         if config["model_type"] != "mamba":
@@ -43,7 +47,7 @@ def reductions(layers: range, config: dict[str, Any], *, is_first: bool) -> list
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2), (2, 2)], ids=lambda t: f"tp{t[0]}-pp{t[1]}")
-@pytest.mark.parametrize("name", ["jamba", "jamba-dense", "mamba", "llama"])
+@pytest.mark.parametrize("name", ["jamba", "jamba-dense", "bamba-1", "bamba-2", "mamba", "llama"])
 def test_counted_on_real_groups(
     ranks: RankPool,
     model: Callable[[str], Path],
@@ -58,7 +62,9 @@ def test_counted_on_real_groups(
     )
     for index, counts in enumerate(counted):
         stage = PipelineStage(index // tensor, num_stages)
-        widths = reductions(stage.layers(config["num_hidden_layers"]), config, is_first=stage.is_first)
+        widths = reductions(
+            stage.layers(config["num_hidden_layers"]), config, tensor, is_first=stage.is_first
+        )
         gathered = -(-config["vocab_size"] // tensor) if stage.is_last else 0
         sends = 0 if stage.is_last else 1
         assert counts == {
@@ -82,7 +88,7 @@ def test_jamba_large_reduces_208_times() -> None:
             stage = PipelineStage(index, num_stages)
             context = Backends().context(tp=TPGroup(0, 8), pipeline=stage, device="meta")
             build_model(config, context)
-            widths = reductions(stage.layers(72), config, is_first=stage.is_first)
+            widths = reductions(stage.layers(72), config, 8, is_first=stage.is_first)
             assert sorted(context.footprint.reductions) == sorted(widths)
             counts.append(len(widths))
         assert sum(counts) == 72 * 2 + 63 + 1

@@ -57,6 +57,15 @@ def test_codes_are_cuts_of_one_ranks(
     assert_codes_are_cut(ranks, model("jamba"), topology, format_name)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("tensor", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_f067_codes_of_shared_groups(
+    ranks: RankPool, model: Callable[[str], Path], groups: int, tensor: int
+) -> None:
+    """B and C of a group that several ranks have: the same codes on each."""
+    assert_codes_are_cut(ranks, model(f"bamba-{groups}"), (tensor, 1), "int8")
+
+
 def test_nf4_is_cut_between_blocks(ranks: RankPool, model: Callable[[str], Path]) -> None:
     """Of 64 inputs; where a rank would have half of one, the plan refuses it (F068)."""
     assert_codes_are_cut(ranks, model("jamba"), (2, 1), "bnb-nf4", ("mlp", "in_proj"))

@@ -130,7 +130,7 @@ def test_f070_f072_the_faults_are_seen(model: Callable[[str], Path], fault: str)
 
 def test_parameters_are_those_of_the_whole_model(model: Callable[[str], Path]) -> None:
     """A head tied to the embedding has a copy of it on the last stage, which is no parameter."""
-    for name in ("jamba", "jamba-dense", "llama-tied", "mamba"):
+    for name in ("jamba", "jamba-dense", "llama-tied", "bamba-2", "mamba"):
         one = plan_of(model(name), 1, 1)
         for tensor, pipeline in ((2, 1), (1, 2), (2, 4)):
             plan = plan_of(model(name), tensor, pipeline)
@@ -153,6 +153,11 @@ def test_parameters_are_those_of_the_whole_model(model: Callable[[str], Path]) -
             "llama",
             {"parallel.tensor": 16},
             "parallel.tensor: 16 doesn't divide 8 attention heads; sizes that work here: 1, 2, 4, 8",
+        ),
+        (
+            "bamba-8",
+            {"parallel.tensor": 16},
+            "parallel.tensor: 16 doesn't divide 8 heads of a Mamba-2 layer; sizes that work here: 1, 2, 4, 8",
         ),
         ("mamba", {"parallel.tensor": 256}, "sizes that work here: 1, 2, 4, 8, 16, 32, 64, 128"),
         (

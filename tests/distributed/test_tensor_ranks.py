@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from hybridserve.models.config import load_hf_config
 from tests.distributed import work
 from tests.harness.models import load_runner, random_ids
+from tests.harness.tp import joined_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 IDS = random_ids(0, 24, vocab_size=500)
-NAMES = ("jamba", "jamba-dense", "mamba", "llama", "llama-tied")
+NAMES = ("jamba", "jamba-dense", "bamba-1", "bamba-2", "bamba-8", "mamba", "llama", "llama-tied")
 TOPOLOGIES = [(2, 1), (4, 1), (1, 2), (2, 2)]  # tensor, pipeline
 EIGHT = [pytest.param((8, 1), marks=pytest.mark.slow), pytest.param((4, 2), marks=pytest.mark.slow)]
 
@@ -41,15 +43,13 @@ def assert_equals_one(
     logits = results[(pipeline - 1) * tensor]["logits"]
     assert max_abs(logits, want) <= TOLERANCE
     assert torch.equal(logits.argmax(-1), want.argmax(-1))
-    whole = [tensor for layer in single.states() for tensor in layer]
-    gathered = []
+    gathered, config = [], load_hf_config(path)
     for stage in range(pipeline):
         members = results[stage * tensor : (stage + 1) * tensor]
-        for layers in zip(*(member["states"] for member in members), strict=True):
-            gathered += [torch.cat(parts) for parts in zip(*layers, strict=True)]
-    assert len(gathered) == len(whole)
-    for mine, theirs in zip(gathered, whole, strict=True):
-        assert max_abs(mine, theirs) <= TOLERANCE
+        gathered += joined_states([member["states"] for member in members], config)
+    for mine, theirs in zip(gathered, single.states(), strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert max_abs(a, b) <= TOLERANCE
 
 
 @pytest.mark.parametrize("topology", [*TOPOLOGIES, *EIGHT], ids=lambda t: f"tp{t[0]}-pp{t[1]}")
@@ -67,10 +67,20 @@ def test_whole_experts_on_each_rank(
     assert_equals_one(ranks, model("jamba"), topology, chunk=5, expert_parallel=True)
 
 
-@pytest.mark.parametrize("fault", ["f065", "j4", "j5"])
-def test_faults_are_seen(ranks: RankPool, model: Callable[[str], Path], fault: str) -> None:
-    """F065 (on Mamba-1's out_proj), J4, J5: right without the fault, in two chunks, and far off with it."""
-    assert_equals_one(ranks, model("jamba"), (2, 1), chunk=12)
-    want = load_runner(model("jamba")).run(IDS)
-    broken = ranks.run(2, 1, work.run_model, model("jamba"), IDS, chunk=12, fault=fault)[0]["logits"]
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("jamba", "f065"),
+        ("bamba-2", "f065"),
+        ("bamba-1", "f066"),
+        ("jamba", "j4"),
+        ("bamba-2", "j4"),
+        ("jamba", "j5"),
+    ],
+)
+def test_faults_are_seen(ranks: RankPool, model: Callable[[str], Path], name: str, fault: str) -> None:
+    """F065, F066, J4, J5: right without the fault, in two chunks, and far off with it."""
+    assert_equals_one(ranks, model(name), (2, 1), chunk=12)
+    want = load_runner(model(name)).run(IDS)
+    broken = ranks.run(2, 1, work.run_model, model(name), IDS, chunk=12, fault=fault)[0]["logits"]
     assert max_abs(broken, want) > 100 * TOLERANCE

@@ -12,7 +12,7 @@ import torch
 from hybridserve.config.loader import load_config
 from hybridserve.engine.planner import make_plan, offered_modules
 from hybridserve.kernels.lora.reference import Reference as ReferenceLora
-from hybridserve.layers import linear, mamba1
+from hybridserve.layers import linear, mamba1, mamba2, norm
 from hybridserve.layers.embedding import VocabParallelEmbedding
 from hybridserve.layers.lora import LoraRegistry
 from hybridserve.models.config import load_hf_config
@@ -180,7 +180,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, plain)
 
 
-def out_proj_is_not_reduced() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def out_proj_is_not_reduced() -> Iterator[None]:
     """F065."""
 
     class Partial(linear.RowParallelLinear):
@@ -189,7 +190,17 @@ def out_proj_is_not_reduced() -> contextlib.AbstractContextManager[None]:
             is_out = self.projection.outputs.placements[0].module == "out_proj"
             return part if is_out else self.tp.all_reduce(part)
 
-    return replaced(mamba1, "RowParallelLinear", Partial)
+    with replaced(mamba1, "RowParallelLinear", Partial), replaced(mamba2, "RowParallelLinear", Partial):
+        yield
+
+
+def parts_of_groups_are_normed() -> contextlib.AbstractContextManager[None]:
+    """F066."""
+
+    def shared(self: norm.GroupedRMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return self.backend.rms_norm(x, self.weight, self.eps, (x.shape[1],))
+
+    return replaced(norm.GroupedRMSNorm, "_shared", shared)
 
 
 def in_proj_is_cut_as_one() -> contextlib.AbstractContextManager[None]:
@@ -309,6 +320,7 @@ def tokens_of_other_ranks_are_adapted() -> contextlib.AbstractContextManager[Non
 
 FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "f065": out_proj_is_not_reduced,
+    "f066": parts_of_groups_are_normed,
     "j4": in_proj_is_cut_as_one,
     "j5": partial_sums_are_normed,
     "l025": adapters_of_in_proj_are_cut_as_one,

@@ -26,7 +26,7 @@ def jamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba", "llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["jamba", "bamba", "mamba", "llama", "mistral", "qwen2"])
 def test_every_family_through_the_engine(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path, seed=2)
     engine = Guarded(tmp_path, chunk=9, preempt_every=4, delay=1)

@@ -15,6 +15,7 @@ from hybridserve.models.hub import resolve_config
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
 GPU = {
+    "bamba-9b-1xa100": ("bamba-9b", 1, 18.2),
     "jamba-3b-1gpu": ("jamba-3b", 1, 5.65),
     "jamba-large-2x8xh100-bf16": ("jamba-large", 16, 46.4),
     "jamba-large-8xh100-int8": ("jamba-large", 8, 46.7),

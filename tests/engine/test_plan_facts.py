@@ -1,4 +1,5 @@
-"""Plans of Jamba-Large, Jamba-Mini and jamba-3b, held to figures that were published or worked out apart."""
+"""Plans of Jamba-Large, Jamba-Mini, jamba-3b and Bamba-9B, held to figures that were published or worked out
+apart."""
 
 from __future__ import annotations
 
@@ -192,9 +193,36 @@ def test_two_stages_of_eight() -> None:
     assert planned.decode_step(64).bytes_moved == pytest.approx(one.bytes_moved, rel=1e-3)
 
 
+def test_bamba_9b() -> None:
+    """9.78 B parameters. A block's 16 tokens: 3 layers x 2 x 8 heads x 128, in bfloat16. A state: 29 layers
+    x (128 heads x 64 x 128 in float32, and 3 inputs of 8,192 + 2 x 128 channels in bfloat16)."""
+    one = plan("bamba-9b")
+    assert one.parameters_total == pytest.approx(9.78e9, rel=2e-3)
+    assert one.kv_bytes_per_token == 12 * KIB
+    assert one.layout.bytes_per_slot == pytest.approx(29 * (4 * MIB + 3 * 2 * (8192 + 256)), rel=1e-4)
+    assert one.layout.bytes_per_slot / one.kv_bytes_per_token == pytest.approx(10_000, rel=0.01)
+    parts = {part: size / 2 for part, size in by_part(one).items()}
+    assert parts["mamba"] == pytest.approx(29 * 102.3e6, rel=NEAR)
+    assert parts["mlp"] == 32 * 3 * 4096 * 14336
+
+
+def test_bamba_9b_on_eight_gpus() -> None:
+    """Each has 16 heads, all of the one group's B and C, and a KV head; the norms of 29 layers are over a
+    group that all have a part of, so their sums of squares are reduced, a float32 each."""
+    eight = plan("bamba-9b", 8)
+    assert eight.kv_bytes_per_token == 1.5 * KIB
+    assert eight.layout.bytes_per_slot == pytest.approx(29 * (MIB / 2 + 3 * 2 * (1024 + 256)), rel=1e-4)
+    (stage,) = eight.stages
+    assert len(stage.cost.reductions) == 1 + 32 * 2 + 29
+    assert sorted(set(stage.cost.reductions)) == [2, 4096]
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
+        ("ibm-ai-platform/Bamba-9B-v2", "bamba-9b"),
+        ("/models/bamba-9b", "bamba-9b"),
+        ("ibm-ai-platform/Bamba-9B-fp8", None),
         ("ai21labs/AI21-Jamba-Large-1.7", "jamba-large"),
         ("ai21labs/AI21-Jamba-1.5-Large", "jamba-large"),
         ("/models/AI21-Jamba-Mini-1.6/", "jamba-mini"),

@@ -273,7 +273,7 @@ def allocated_bytes(model: Any) -> int:
 
 
 @pytest.mark.parametrize("weights", ["none", "int8", "fp8"])
-@pytest.mark.parametrize("family", ["demo", "jamba", "mamba", "llama"])
+@pytest.mark.parametrize("family", ["demo", "jamba", "bamba", "mamba", "llama"])
 def test_planned_and_allocated_bytes_agree(family: str, weights: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 256} | ({} if family == "mamba" else {"intermediate_size": 512})
     name = family

@@ -45,6 +45,14 @@ TINY = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
     },
+    "bamba": {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_d_state": 8,
+    },
     "mamba": {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "time_step_rank": 4},
     "llama": {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
 }

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridserve.config.loader import load_config
+from hybridserve.core.cache_spec import StateSpec
 from hybridserve.core.request import Request, RequestStatus, SamplingParams
 from hybridserve.core.slabs import SlabKind
 from hybridserve.core.step import ScheduledSequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from hybridserve.core.prefix_index import Checkpoint
     from hybridserve.core.slabs import UnitPool
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.input_builder import BuiltStep, StepInput
@@ -370,6 +372,24 @@ class Guarded:
     def slot_states(self, slot: int) -> list[torch.Tensor]:
         views = [view for view in self.executor.arena.views if isinstance(view, tuple)]
         return [tensor[slot].clone() for view in views for tensor in view]
+
+    def checkpoint_states(self, checkpoint: Checkpoint) -> list[torch.Tensor]:
+        """In either tier; where the copy to the host has been planned and not been made, in the arena yet."""
+        if not checkpoint.is_hosted:
+            return self.slot_states(checkpoint.slot)
+        planned = self.core.scheduler.cache.host._swaps_out[SlabKind.STATE]
+        if (source := planned.get(checkpoint.slot)) is not None:
+            return self.slot_states(source)
+        host = self.executor.host
+        assert host is not None
+        row = host.slots[checkpoint.slot - self.layout.slots_per_slab]
+        states = []
+        for index, spec in enumerate(self.layout.specs):
+            if isinstance(spec, StateSpec):
+                for tensor, start in zip(spec.tensors, self.layout.state_offsets(index), strict=True):
+                    data = row[start : start + tensor.num_bytes].clone()
+                    states.append(data.view(getattr(torch, tensor.dtype)).view(tensor.shape))
+        return states
 
     def _record(self, step: StepInput) -> None:
         """Note each sequence's state and logits after a step; the last note of a sequence is its final

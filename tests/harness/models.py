@@ -63,12 +63,25 @@ FAMILIES = {
         "mamba_expand": 2,
         "mamba_dt_rank": 8,
     },
+    "bamba": {
+        **COMMON,
+        **ATTENTION,
+        "num_hidden_layers": 5,
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 4,
+    },
     "mamba": {**COMMON, "num_hidden_layers": 4, "state_size": 16, "time_step_rank": 8},
     "llama": {**COMMON, **ATTENTION, "num_hidden_layers": 4},
     "mistral": {**COMMON, **ATTENTION, "num_hidden_layers": 4, "sliding_window": 8},
     "qwen2": {**COMMON, **ATTENTION, "num_hidden_layers": 4},
 }
-"""Family -> the config of its small model; "jamba" is the T-model."""
+"""Family -> the config of its small model; "jamba" is the T-model, "bamba" its sibling
+T-mamba2."""
 
 
 def save_model(
@@ -84,9 +97,9 @@ def save_model(
     oracle."""
     import transformers
 
-    names = {"jamba": "Jamba", "mamba": "Mamba", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
-    config = getattr(transformers, f"{names[family]}Config")(**{**FAMILIES[family], **overrides})
-    model = getattr(transformers, f"{names[family]}ForCausalLM")(config).to(dtype).eval()
+    name = family.capitalize()
+    config = getattr(transformers, f"{name}Config")(**{**FAMILIES[family], **overrides})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
     randomize(model, seed)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
@@ -104,7 +117,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         shape = parameter.shape
         if name.endswith("A_log"):
             value = uniform(shape, 0.5, 1.0).log()
-        elif name.endswith("dt_proj.bias"):
+        elif name.endswith(("dt_proj.bias", "dt_bias")):
             value = torch.expm1(uniform(shape, 0.012, 0.04)).log()  # softplus of it is what is drawn
         elif name.endswith("dt_proj.weight"):
             value = 0.1 * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
@@ -120,6 +133,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             loud = 3.0 if "out_proj" in name else 1.0
             value = loud * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         parameter.copy_(value)
+    for module in model.modules():
+        if hasattr(module, "dt_bias"):  # Mamba-2: what dt_proj is to Mamba, the last rows of in_proj are here
+            module.in_proj.weight[-len(module.dt_bias) :] *= 0.1
 
 
 @dataclass(frozen=True)

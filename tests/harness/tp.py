@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hybridserve.distributed.tp import TPGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -73,3 +73,29 @@ def run_ranks(size: int, work: Callable[[TPGroup], T]) -> list[T]:
         for error in sorted(errors, key=lambda error: isinstance(error, broken)):
             raise error
         return [future.result() for future in futures]
+
+
+def joined_states(
+    ranks: Sequence[Sequence[tuple[torch.Tensor, ...]]], config: Mapping[str, Any]
+) -> list[tuple[torch.Tensor, ...]]:
+    """The state tensors of each recurrent layer [channels, ...] of the whole model, out of every rank's: side
+    by side, but for Mamba-2's convolution, which on each rank is its x, B and C."""
+    layers = []
+    for parts in zip(*ranks, strict=True):
+        whole = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        if config["model_type"] == "bamba":
+            inner = config["mamba_expand"] * config["hidden_size"]
+            whole[0] = _joined_conv([conv for conv, _ in parts], inner, config["mamba_n_groups"])
+        layers.append(tuple(whole))
+    return layers
+
+
+def _joined_conv(parts: Sequence[torch.Tensor], inner: int, num_groups: int) -> torch.Tensor:
+    """Where there are fewer groups than ranks, neighbours have the same one: each is taken once."""
+    own = inner // len(parts)
+    shared = (len(parts[0]) - own) // 2
+    x, B, C = zip(*(part.split([own, shared, shared]) for part in parts), strict=True)
+    every = max(1, len(parts) // num_groups)
+    for copies in (B, C):
+        assert all(torch.equal(part, copies[rank // every * every]) for rank, part in enumerate(copies))
+    return torch.cat([*x, *B[::every], *C[::every]])

@@ -81,7 +81,7 @@ def audit(engine: Guarded, oracle: Oracle) -> int:
         tokens = path_tokens(node)
         assert len(tokens) == checkpoint.num_tokens == node.num_tokens
         _, expected = oracle.forward(tokens)
-        mine = engine.slot_states(checkpoint.slot)
+        mine = engine.checkpoint_states(checkpoint)
         assert len(mine) == len(expected)
         for state, other in zip(mine, expected, strict=True):
             assert (state - other).abs().max() <= 1e-4, f"a {checkpoint.cause} checkpoint of {len(tokens)}"

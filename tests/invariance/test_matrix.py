@@ -26,6 +26,7 @@ AXES: dict[str, list[Any]] = {
     "row_order": ["forward", "reverse", "shuffled"],
     "slot_order": ["forward", "reverse", "shuffled"],
     "preempt_every": [None, 3],
+    "preemption": ["recompute", "swap"],
     "poison": ["nan", "large"],
     "delay": [0, 1],
     "buckets": [(), (4, 8, 16)],
@@ -49,8 +50,10 @@ def run_cell(
 ) -> Guarded:
     """`oracle` has the numbers that the weights are in the cell's format."""
     name, cache = cell.pop("format", "none"), cell.pop("cache", "off")
+    preemption = cell.pop("preemption", "recompute")
     format_name, gemm = OPTIONS.get(name, (name, "exact"))
-    options = {"quantization.format": format_name, "kernels.gemm": gemm}
+    options = {"quantization.format": format_name, "kernels.gemm": gemm, "preemption": preemption}
+    options["host_swap_bytes"] = "1MiB"
     if cache != "off":
         options |= {"prefix_caching": True, "block_size": 4, "checkpoint_interval": 8}
     engine = Guarded(t_model, **options, **cell)
@@ -81,6 +84,10 @@ def run_cell(
     oracle.check_all(engine.run())
     if cache == "warm":
         assert engine.core.gauges()["prefix_num_hit_tokens"] > 0
+    if preemption == "recompute":
+        assert engine.core.gauges()["num_swaps_out"] == 0
+    elif cell.get("preempt_every"):
+        assert engine.core.gauges()["num_swaps_out"] > 0
     return engine
 
 
@@ -169,8 +176,10 @@ def test_pairs_are_covered() -> None:
             assert any(cell[one] == a and cell[other] == b for cell in CELLS)
 
 
-def test_forced_preemption_preempts(t_model: Path, oracle: Oracle) -> None:
-    engine = run_cell(t_model, oracle, "decodes", {"preempt_every": 3, "chunk": 8}, LENGTHS[:4])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_forced_preemption_preempts(t_model: Path, oracle: Oracle, preemption: str) -> None:
+    cell = {"preempt_every": 3, "chunk": 8, "preemption": preemption}
+    engine = run_cell(t_model, oracle, "decodes", cell, LENGTHS[:4])
     assert sum(result.metrics.num_preemptions for result in engine.results.values()) > 3
 
 

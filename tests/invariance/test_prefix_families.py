@@ -15,18 +15,19 @@ from tests.invariance.prefix_recipes import audit, greedy
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAMILIES = ("jamba", "mamba", "llama", "mistral")
+FAMILIES = ("jamba", "bamba", "mamba", "llama", "mistral")
 AXES: dict[str, list[Any]] = {
     "chunk": [1, 3, 8, 64],
     "delay": [0, 1],
     "preempt_every": [None, 3],
+    "preemption": ["recompute", "swap"],
     "poison": ["nan", "large"],
     "slot_order": ["forward", "shuffled"],
     "row_order": ["forward", "shuffled"],
     "interval": ["auto", 8],
     "memory": ["1MiB", "tight"],
 }
-TIGHT = {"jamba": "420KiB", "mamba": "200KiB", "llama": "120KiB", "mistral": "120KiB"}
+TIGHT = {"jamba": "420KiB", "bamba": "260KiB", "mamba": "200KiB", "llama": "120KiB", "mistral": "120KiB"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -42,11 +43,12 @@ def served(
 def test_off_cold_and_warm(served: tuple[str, Path, Oracle], cell: dict[str, Any]) -> None:
     family, path, oracle = served
     cell = dict(cell)
-    has_state = family in ("jamba", "mamba")
+    has_state = family in ("jamba", "bamba", "mamba")
     interval, memory = cell.pop("interval"), cell.pop("memory")
     options = {
         "prefix_caching": True,
         "block_size": 4,
+        "host_swap_bytes": "1MiB",
         "checkpoint_interval": interval if has_state else "auto",
         "memory": TIGHT[family] if memory == "tight" else memory,
         "max_model_len": 48,

@@ -14,7 +14,7 @@ from tests.harness.pairwise import pairwise
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAMILIES = ("jamba", "mamba", "llama")
+FAMILIES = ("jamba", "bamba", "mamba", "llama")
 AXES: dict[str, list[Any]] = {
     "chunk": [3, 8, 64],
     "delay": [0, 1],
@@ -24,7 +24,7 @@ AXES: dict[str, list[Any]] = {
     "prefix_caching": [False, True],
     "memory": ["1MiB", "tight"],
 }
-TIGHT = {"jamba": "420KiB", "mamba": "200KiB", "llama": "120KiB"}
+TIGHT = {"jamba": "420KiB", "bamba": "260KiB", "mamba": "200KiB", "llama": "120KiB"}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -109,6 +109,49 @@ static void run_ssm(int64_t kind, int64_t state_kind, int64_t length, int64_t ch
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
 }
 
+/* The same sequences through Mamba-2's scan; without `optional`, steps are limited. */
+static void run_ssd(int64_t kind, int64_t state_kind, int64_t length, int64_t heads, int64_t groups, int64_t size,
+                    int64_t states, int optional) {
+  const int64_t start[] = {0, length, length + 1, 2 * length + 1}, slots[] = {3, 1, 2}, total = start[3];
+  const uint8_t has_state[] = {1, 0, 1};
+  const int64_t inner = heads * size, step = inner + 3, head_step = size * states, slot_step = heads * head_step + 5;
+  const double least = optional ? 0 : 0.4, most = optional ? INFINITY : 0.8;
+  Numbers x = numbers(total * step - 3, kind), dt = numbers(total * heads, kind), z = numbers(total * step - 3, kind);
+  Numbers B = numbers(total * groups * states, kind), C = numbers(total * groups * states, kind);
+  Numbers A = numbers(heads, FLOAT32), D = numbers(heads, FLOAT32), dt_bias = numbers(heads, FLOAT32);
+  Numbers memory = numbers(4 * slot_step - 5, state_kind), before = numbers(4 * slot_step - 5, state_kind);
+  Numbers y = numbers(total * inner, kind);
+  for (int64_t i = 0; i < 4 * slot_step - 5; i++) set(before, i, (float)get(memory, i));
+  for (int64_t i = 0; i < heads; i++) set(A, i, -(float)fabs(get(A, i)));
+  for (int64_t i = 0; i < slot_step - 5; i++) set(memory, slot_step + i, NAN); /* where there is no state */
+
+  ssd_scan(start, slots, has_state, 3, heads, size, groups, states, kind, x.base, step, dt.base, heads, B.base,
+           groups * states, C.base, groups * states, optional ? z.base : NULL, step, (float *)A.base, (float *)D.base,
+           optional ? (float *)dt_bias.base : NULL, least, most, memory.base, state_kind, slot_step, head_step, states,
+           1, y.base, 2);
+
+  for (int64_t s = 0; s < 3; s++)
+    for (int64_t i = 0; i < inner; i++) {
+      const int64_t head = i / size, group = head / (heads / groups) * states, row = slots[s] * slot_step + i * states;
+      double h[states];
+      for (int64_t n = 0; n < states; n++) h[n] = has_state[s] ? get(before, row + n) : 0;
+      for (int64_t t = start[s]; t < start[s + 1]; t++) {
+        const double raw = log1p(exp(get(dt, t * heads + head) + (optional ? get(dt_bias, head) : 0)));
+        const double delta = fmin(most, fmax(least, raw)), input = get(x, t * step + i);
+        double out = get(D, head) * input;
+        for (int64_t n = 0; n < states; n++) {
+          h[n] = h[n] * exp(delta * get(A, head)) + delta * input * get(B, t * groups * states + group + n);
+          out += h[n] * get(C, t * groups * states + group + n);
+        }
+        const double gate = optional ? get(z, t * step + i) : 0;
+        check("ssd", get(y, t * inner + i), optional ? out * gate / (1 + exp(-gate)) : out, kind);
+      }
+      for (int64_t n = 0; n < states; n++) check("ssd state", get(memory, row + n), h[n], state_kind);
+    }
+  const Numbers all[] = {x, dt, z, B, C, A, D, dt_bias, memory, before, y};
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
+}
+
 /* Two sequences, each with a context, on blocks that lie apart; what nobody owns is NaN. */
 static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int64_t length, int64_t group,
                           int64_t dim, int64_t block_size, int64_t window) {
@@ -185,6 +228,11 @@ int main(void) {
       for (int c = 0; c < 4; c++)
         for (int n = 0; n < 5; n++, num++)
           run_ssm(kinds[k], n % 2 ? FLOAT32 : kinds[k], lengths[l], channels[c], states[n], 1 + (l + c + n) % 5, n % 3);
+    const int64_t sizes[] = {1, 5, 16, 33};
+    for (int l = 0; l < 4; l++)
+      for (int s = 0; s < 4; s++)
+        for (int n = 0; n < 5; n++, num++)
+          run_ssd(kinds[k], n % 2 ? FLOAT32 : kinds[k], lengths[l], 6, 1 + (l + s + n) % 3, sizes[s], states[n], n % 3);
     for (int64_t n = 1; n < 70; n += 4, num++) run_norm(kinds[k], kinds[(k + n) % 3], 1 + n / 2, n, 1 + 3 * n % 41);
     const int64_t contexts[] = {0, 1, 63, 100}, dims[] = {1, 16, 20, 64}, groups[] = {1, 2, 3, 8};
     for (int c = 0; c < 4; c++)

@@ -220,6 +220,7 @@ def test_one_adapter_for_both_of_tied_embeddings(tmp_path: Path) -> None:
     assert distance(want, kit.logits(None, IDS)) > MARGIN
 
 
+MAMBA2 = ("in_proj", "out_proj")
 OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any], AdapterSpec]] = {
     "jamba-tied": ("jamba", {"tie_word_embeddings": True}, AdapterSpec(21, 4, LINEAR, (*EXPERTS, *ROUTER))),
     "jamba-tied-embed": ("jamba", {"tie_word_embeddings": True}, AdapterSpec(22, 4, ("embed_tokens",))),
@@ -232,6 +233,17 @@ OTHER_FAMILIES: dict[str, tuple[str, dict[str, Any], AdapterSpec]] = {
     "jamba-dense": ("jamba", {"num_experts": 1, "num_experts_per_tok": 1}, AdapterSpec(26, 4, LINEAR)),
     "jamba-wide-experts": ("jamba", {"intermediate_size": 16}, AdapterSpec(27, 4, DENSE, EXPERTS)),
     "jamba-square-experts": ("jamba", {"intermediate_size": 32}, AdapterSpec(28, 4, DENSE, EXPERTS)),
+    "bamba": ("bamba", {}, AdapterSpec(61, 4, (*ATTENTION, *MAMBA2, *DENSE, *ENDS))),
+    "bamba-lora-bias": (
+        "bamba",
+        {"mamba_proj_bias": True, "mamba_n_groups": 1},
+        AdapterSpec(62, 4, MAMBA2, config={"lora_bias": True}),
+    ),
+    "bamba-dora": (
+        "bamba",
+        {"mamba_proj_bias": True},
+        AdapterSpec(63, 4, (*ATTENTION, *MAMBA2, *DENSE), config={"use_dora": True}),
+    ),
     "mamba": ("mamba", {}, AdapterSpec(31, 4, MAMBA[:3])),
     "mamba-out": ("mamba", {}, AdapterSpec(32, 4, MAMBA)),
     "mamba-ends": ("mamba", {"tie_word_embeddings": False}, AdapterSpec(33, 4, ("embeddings", "lm_head"))),

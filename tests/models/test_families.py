@@ -31,6 +31,26 @@ VARIANTS = {
         },
     ),
     "jamba-one-attention": ("jamba", {"num_hidden_layers": 3}),
+    "bamba": ("bamba", {}),
+    "bamba-one-group": ("bamba", {"mamba_n_groups": 1, "num_key_value_heads": None}),
+    "bamba-eight-groups-tied-biases": (
+        "bamba",
+        {
+            "mamba_n_groups": 8,
+            "tie_word_embeddings": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_d_conv": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_chunk_size": 256,
+        },
+    ),
+    "bamba-attention-first": ("bamba", {"attn_layer_indices": [0], "num_hidden_layers": 3, "head_dim": 32}),
+    "bamba-rotary": (
+        "bamba",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
+    ),
     "mamba": ("mamba", {}),
     "mamba-biases-untied": (
         "mamba",
@@ -99,7 +119,7 @@ def test_qwen2_config_of_before_layer_types(tmp_path: Path) -> None:
     assert max_abs(load_runner(tmp_path).run(ids), oracle(model, ids)[0]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba", "llama"])
+@pytest.mark.parametrize("family", ["jamba", "bamba", "mamba", "llama"])
 def test_greedy_tokens_equal_over_64_steps(family: str, tmp_path: Path) -> None:
     model = save_model(family, tmp_path, 3)
     ids = random_ids(3, 11)
@@ -116,7 +136,7 @@ def test_greedy_tokens_equal_over_64_steps(family: str, tmp_path: Path) -> None:
     assert len(set(got[len(ids) :])) > 8, "a text that repeats itself proves little"
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba", "llama"])
+@pytest.mark.parametrize("family", ["jamba", "bamba", "mamba", "llama"])
 def test_company_changes_nothing(family: str, tmp_path: Path) -> None:
     """Ragged steps of prefills and decodes, in an order that isn't that of the slots."""
     save_model(family, tmp_path, 4)
@@ -133,7 +153,7 @@ def test_company_changes_nothing(family: str, tmp_path: Path) -> None:
         assert max_abs(torch.cat(parts), whole) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba"])
+@pytest.mark.parametrize("family", ["jamba", "bamba", "mamba"])
 def test_state_matters(family: str, tmp_path: Path) -> None:
     """The other tests would pass falsely on models whose states fade."""
     save_model(family, tmp_path, 0)
@@ -150,7 +170,7 @@ def test_state_matters(family: str, tmp_path: Path) -> None:
     assert max_abs(kept, no_conv) > 0.1
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["jamba", "bamba", "mamba", "llama", "qwen2"])
 def test_bfloat16_is_close(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path, 0)
     ids = random_ids(5, LENGTH)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from hybridserve.layers import linear, mamba1
+from hybridserve.models.config import load_hf_config
 from tests.harness.models import load_runner, random_ids, save_model
-from tests.harness.tp import run_ranks
+from tests.harness.tp import joined_states, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 TOLERANCE = 1e-4
 IDS = random_ids(0, 24, vocab_size=500)
@@ -29,6 +31,13 @@ def run_tp(path: Path, size: int, chunk: int | None = None):
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape
     return (a - b).abs().max().item()
+
+
+def assert_states_join(path: Path, ranks: list, whole: list) -> None:
+    states = joined_states(ranks, load_hf_config(path))
+    for mine, theirs in zip(states, whole, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert max_abs(a, b) <= TOLERANCE
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -49,10 +58,7 @@ def test_ranks_agree_with_one(family: str, overrides: dict, size: int, tmp_path:
     want = single.run(IDS)
     results = run_tp(tmp_path, size)
     assert max_abs(results[0][0], want) <= TOLERANCE
-    for layer, whole in enumerate(single.states()):
-        for tensor, expected in enumerate(whole):
-            parts = torch.cat([states[layer][tensor] for _, states in results])
-            assert max_abs(parts, expected) <= TOLERANCE
+    assert_states_join(tmp_path, [states for _, states in results], single.states())
 
 
 def test_j4_halves_of_in_proj_are_cut_separately(tmp_path: Path, monkeypatch) -> None:

@@ -46,7 +46,7 @@ def test_loads_back_bit_for_bit(format_name: str, targets: tuple[str, ...] | Non
     same(tmp_path / "out", online)
 
 
-@pytest.mark.parametrize("family", ["mamba", "llama"])
+@pytest.mark.parametrize("family", ["bamba", "mamba", "llama"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path / "model", 0, dtype=torch.bfloat16, tie_word_embeddings=True)
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", "int8", None)

@@ -169,13 +169,12 @@ def test_patterns_name_modules_too(jamba: Path) -> None:
         plan_quantization([built(jamba, "re:.*norm.*")])
 
 
-@pytest.mark.parametrize("family", ["mamba", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["bamba", "mamba", "llama", "qwen2"])
 def test_other_families(tmp_path: Path, family: str) -> None:
     save_model(family, tmp_path, 0, tie_word_embeddings=False)
     quantized, kept = kinds(tmp_path, "all")
-    assert quantized == (
-        {"in_proj", "out_proj"} if family == "mamba" else DENSE | MIXER - {"in_proj", "out_proj"}
-    )
+    mamba = {"in_proj", "out_proj"}
+    assert quantized == {"bamba": DENSE | MIXER, "mamba": mamba}.get(family, DENSE | MIXER - mamba)
     assert kept == {"lm_head"} | ({"x_proj", "dt_proj"} if family == "mamba" else set())
 
 

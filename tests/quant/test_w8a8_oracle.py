@@ -68,6 +68,11 @@ def jamba(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="module")
+def bamba(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return made(tmp_path_factory.mktemp("bamba"), "bamba")
+
+
+@pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return made(tmp_path_factory.mktemp("mamba"), "mamba")
 
@@ -101,6 +106,11 @@ def test_a_jamba(jamba: Model, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mamba(mamba: Model, backend: str) -> None:
     check(mamba, backends_of(backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bamba(bamba: Model, backend: str) -> None:
+    check(bamba, backends_of(backend))
 
 
 @pytest.mark.parametrize("name", W8A8_MUTATIONS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.harness.processes import wait_until
 from tests.harness.serve_process import Server, server
 
 if TYPE_CHECKING:
@@ -248,12 +249,13 @@ def test_usage_tells_cached_tokens_wherever_there_is_usage(served):
 
 
 def test_the_log_has_a_request_s_tokens(served):
-    prompt, salt = tokens(100, seed=13), new_salt()
+    prompt, salt = tokens(103, seed=13), new_salt()
     ask(served, prompt, cache_salt=salt)
     ask(served, prompt, cache_salt=salt)
-    lines = [line for line in served.log if "/v1/completions 200" in line]
-    assert "100 prompt tokens (0 cached), 3 generated" in lines[-2]
-    assert "100 prompt tokens (96 cached), 3 generated" in lines[-1]
+    assert wait_until(lambda: sum("103 prompt tokens" in line for line in served.log) == 2)
+    lines = [line for line in served.log if "103 prompt tokens" in line]
+    assert "103 prompt tokens (0 cached), 3 generated" in lines[0]
+    assert "103 prompt tokens (96 cached), 3 generated" in lines[1]
 
 
 def test_what_is_kept_is_not_in_use(served):

@@ -19,6 +19,7 @@ FAMILIES: Mapping[str, str] = {
     "jamba-large": r"jamba-large|ai21-jamba-(1\.5-large|large-1\.[567])",
     "jamba-mini": r"jamba-mini|jamba-v0\.1|ai21-jamba-(1\.5-mini|mini-1\.[567])|ai21-jamba2-mini",
     "jamba-3b": r"jamba-3b",
+    "bamba-9b": r"bamba-9b(-v[12])?",
 }
 """Shape -> last parts of the names of models that have it, in lower case."""
 
