@@ -80,37 +80,37 @@ def main() -> int:
     start = time.perf_counter()
     path = model.build(arguments.work, dry=arguments.dry)
     recorder.add("model", name=model.NAME, seconds=round(time.perf_counter() - start, 1))
-    graphs = graphs_key()
-    recorder.add("graphs", key=graphs)
-    with_graphs, without = ({"kernels": {graphs: on}} if graphs else {} for on in (True, False))
-    base(recorder, plan, path, options | with_graphs, arguments.work, graphs=graphs is not None)
+    ways = graphs(dry=arguments.dry)
+    recorded = options | ways[0]
+    base(recorder, plan, path, recorded, arguments.work)
     if arguments.weights == BFLOAT16:
-        adapters(recorder, plan, path, options | with_graphs, arguments.work)
-        if graphs is not None:
-            base(recorder, plan, path, options | without, arguments.work, graphs=False)
+        adapters(recorder, plan, path, recorded, arguments.work)
+        for other in ways[1:]:
+            base(recorder, plan, path, options | other, arguments.work)
     return recorder.exit_status()
 
 
-def graphs_key() -> str | None:
-    """What switches CUDA graphs on and off among the keys of `kernels`; None if the engine has none."""
-    return next((name for name in KernelsConfig.model_fields if "graph" in name), None)
+def graphs(*, dry: bool) -> tuple[dict[str, Any], ...]:
+    """Options with CUDA graphs, and without; one without any where the engine knows no graphs."""
+    if "graphs" not in KernelsConfig.model_fields:
+        return ({},)
+    return tuple({"kernels": {"graphs": value}} for value in ("auto" if dry else "always", "never"))
 
 
-def base(
-    recorder: Recorder, plan: Plan, path: Path, options: dict[str, Any], work: Path, *, graphs: bool
-) -> None:
-    with recorder.piece("base", START_SECONDS, graphs=graphs) as found:
+def base(recorder: Recorder, plan: Plan, path: Path, options: dict[str, Any], work: Path) -> None:
+    way = options.get("kernels", {}).get("graphs", "never")
+    with recorder.piece("base", START_SECONDS, graphs=way) as found:
         if found is None:
             return
         with started(path, options, found) as llm:
             device = rates.load(work)
             for batch in plan.batches:
-                with recorder.piece("decode", LEAST_SECONDS, batch=batch, graphs=graphs) as decoded:
+                with recorder.piece("decode", LEAST_SECONDS, batch=batch, graphs=way) as decoded:
                     if decoded is not None:
                         decoded |= decode(llm, plan, batch)
                         decoded |= roofline(llm, plan, batch, decoded["tokens_per_second"], device)
             for length in plan.prefills:
-                with recorder.piece("prefill", LEAST_SECONDS, tokens=length, graphs=graphs) as filled:
+                with recorder.piece("prefill", LEAST_SECONDS, tokens=length, graphs=way) as filled:
                     if filled is not None:
                         filled |= prefill(llm, length)
 
@@ -163,7 +163,9 @@ def rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds > 0 else None
 
 
-def roofline(llm: LLM, plan: Plan, batch: int, rate: float, device: rates.Rates | None) -> dict[str, Any]:
+def roofline(
+    llm: LLM, plan: Plan, batch: int, reached: float | None, device: rates.Rates | None
+) -> dict[str, Any]:
     """What of the device's bandwidth a decode step needs that moves every byte once; nothing to compare with
     where the device's was not measured."""
     if device is None or reached is None:

@@ -125,7 +125,7 @@ def decoding(engines: dict[str, Sequence[Record]]) -> list[str]:
                 rate, share = record["tokens_per_second"], record.get("roofline_share")
                 peer = peers.get(record["batch"])
                 rows.append(
-                    (name, record["batch"], "yes" if record["graphs"] else "no", rate, record["step_ms"],
+                    (name, record["batch"], record["graphs"], rate, record["step_ms"],
                      None if share is None else f"{share:.0%}", peer, peer and f"{rate / peer:.1f}x")
                 )  # fmt: skip
     head = ("", "sequences", "graphs", "tokens/s", "ms a step", "of the roofline", "transformers", "ratio")
@@ -134,12 +134,12 @@ def decoding(engines: dict[str, Sequence[Record]]) -> list[str]:
 
 def prefilling(engines: dict[str, Sequence[Record]]) -> list[str]:
     rows = [
-        (name, record["tokens"], record["tokens_per_second"], record["ttft_ms"])
+        (name, record["tokens"], record.get("graphs"), record["tokens_per_second"], record["ttft_ms"])
         for name, records in engines.items()
         for record in of_kind(records, "prefill")
-        if record.get("graphs", True) and "ttft_ms" in record
+        if "ttft_ms" in record
     ]
-    head = ("", "tokens of the prompt", "tokens/s", "ms to the first token")
+    head = ("", "tokens of the prompt", "graphs", "tokens/s", "ms to the first token")
     return ["## Prefill, one prompt", "", *table(head, rows)] if rows else []
 
 
