@@ -51,6 +51,7 @@ class TritonMetadata(SSMMetadata):
 
 class Triton(SSMBackend):
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
