@@ -143,7 +143,7 @@ class DecodeGraphs:
 
     def __init__(self, plan: GraphPlan, block_size: int | None, device: torch.device) -> None:
         """`block_size`: None where no layer has blocks."""
-        self._plan = plan
+        self.plan = plan
         self._device = device
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._columns = torch.zeros(_num_words(plan.sizes[-1]), dtype=torch.int64, device=device)
@@ -155,8 +155,8 @@ class DecodeGraphs:
     ) -> None:
         """`recordable` makes, of the tensors of a step, what is to be recorded. The largest come first: the
         others find room in their memory."""
-        for size in reversed(self._plan.sizes):
-            for length in reversed(self._plan.lengths_of(size)):
+        for size in reversed(self.plan.sizes):
+            for length in reversed(self.plan.lengths_of(size)):
                 self._graphs[size, length] = self._record(size, length, recorder, recordable)
 
     def find(self, step: StepInput) -> DecodeGraph | None:
@@ -169,11 +169,11 @@ class DecodeGraphs:
             step.sampling.rows, np.arange(len(step.sampling.rows))
         ):
             return None
-        size = next((size for size in self._plan.sizes if size >= num_rows), None)
+        size = next((size for size in self.plan.sizes if size >= num_rows), None)
         if size is None:
             return None
         longest = int(step.seq_lens.max())
-        length = next((each for each in self._plan.lengths_of(size) if each >= longest), None)
+        length = next((each for each in self.plan.lengths_of(size) if each >= longest), None)
         return None if length is None else self._graphs[size, length]
 
     def _record(
