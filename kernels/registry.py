@@ -39,6 +39,11 @@ class Backend(ABC):
     copies_codes: ClassVar[str] = ""
     """What of a one-byte weight it writes to memory as plain numbers in every product; empty: nothing."""
 
+    can_be_recorded: ClassVar[bool] = False
+    """Whether, in a step of one token a sequence, what it launches depends on nothing but shapes and the
+    metadata's lists, whose `context_lens` are upper bounds then, and all else is read on the device when it
+    runs, also what `prepare` was given: such a step may be recorded and run again over other numbers."""
+
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
         """Why this backend can't run here, or None if it can."""

@@ -112,6 +112,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 
     import torch
 
+    from hybridserve.engine.gpus import find_gpu, why_no_gpu
     from hybridserve.engine.planner import available_memory
 
     yield "hybridserve", __version__
@@ -119,18 +120,27 @@ def _machine() -> Iterator[tuple[str, str]]:
     for package in ("torch", "transformers", "safetensors", "tokenizers", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
             yield package, version(package)
-    yield "device", "cpu"
+    gpu = find_gpu()
+    if gpu is None:
+        yield "device", f"cpu ({why_no_gpu()})"
+    else:
+        several = f"{gpu.count} x " if gpu.count > 1 else ""
+        free, total = (f"{size / 2**30:.1f} GiB" for size in (gpu.free_bytes, gpu.total_bytes))
+        yield "device", f"cuda: {several}{gpu.name}, {free} of {total} free"
     yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     yield "memory", f"{available_memory() / 2**30:.1f} GiB available"
 
 
 def _backends() -> Iterator[tuple[str, str]]:
+    from hybridserve.engine.gpus import find_gpu
     from hybridserve.engine.planner import OPERATORS
     from hybridserve.kernels import native
     from hybridserve.kernels.registry import Capabilities, select
 
-    native.prepare(native.sources(OPERATORS))
+    device = "cpu" if find_gpu() is None else "cuda"
+    if device == "cpu":
+        native.prepare(native.sources(OPERATORS))
     for operator in OPERATORS:
-        choice = select(operator, "auto", Capabilities(device="cpu", dtype="float32"))
+        choice = select(operator, "auto", Capabilities(device=device, dtype="float32"))
         reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
         yield operator, f"{choice.name} ({reasons})" if reasons else choice.name

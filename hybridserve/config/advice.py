@@ -33,8 +33,6 @@ def _all(configuration: Configuration) -> Iterator[tuple[str, str]]:
     is_path = model.startswith(("/", "./", "../", "~"))
     if is_path and not Path(model).expanduser().is_dir():
         yield "model", f"{model} is no directory here"
-    if config.device == "cuda":
-        yield "device", "cuda can be planned for, not run on, so far"
     for name, path in (config.lora.adapters or {}).items():
         if not Path(path).expanduser().is_dir():
             yield "lora.adapters", f"{name}: {path} is no directory here"

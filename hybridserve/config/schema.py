@@ -278,6 +278,10 @@ class KernelsConfig(_Section):
     moe: MoEName = Field(default="auto", description="backend of experts; exact as for gemm")
     pointwise: BackendName = Field(default="auto", description="backend of operators on rows, such as norms")
     lora: BackendName = Field(default="auto", description="backend of adapters")
+    graphs: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="record decode steps on a GPU, to be replayed; auto: where the backends allow it",
+    )
 
 
 class LimitsConfig(_Section):
@@ -358,7 +362,7 @@ class EngineConfig(_Section):
         default="auto", description="of weights and activations; auto is the checkpoint's"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where the model runs; cuda can be planned for, not run on, so far"
+        default="auto", description="where the model runs; auto is a GPU if there is one, else the CPU"
     )
     hardware: HardwareName = Field(
         default="auto", description="what the deployment is planned for; auto is the machine at hand"

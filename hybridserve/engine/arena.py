@@ -93,11 +93,17 @@ class Arena:
         written, as a slab may change its kind between the two."""
         if not len(blocks) and not len(slots):
             return
-        block_sources, block_destinations = torch.from_numpy(blocks).to(self.buffer.device).unbind(1)
-        slot_sources, slot_destinations = torch.from_numpy(slots).to(self.buffer.device).unbind(1)
+        block_sources, block_destinations = self._upload(blocks).unbind(1)
+        slot_sources, slot_destinations = self._upload(slots).unbind(1)
         moved_blocks, moved_slots = self.blocks[block_sources], self.slots[slot_sources]
         self.blocks[block_destinations] = moved_blocks
         self.slots[slot_destinations] = moved_slots
+
+    def _upload(self, pairs: np.ndarray) -> torch.Tensor:
+        """From memory that the device can read by itself, so that nobody waits for what it is doing."""
+        host = torch.from_numpy(pairs)
+        device = self.buffer.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     def _view(self, index: int) -> CacheView:
         layout = self.layout

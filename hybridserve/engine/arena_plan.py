@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from hybridserve.core.cache_spec import MIN_SLABS, CacheLayout
+from hybridserve.engine import gpus
+from hybridserve.engine.hardware import num_ranks_here
 from hybridserve.engine.units import UNITS, size_text
 
 if TYPE_CHECKING:
@@ -91,12 +93,6 @@ def plan_arena(
     return planned
 
 
-def num_ranks_here(config: EngineConfig) -> int:
-    """Ranks on this machine: all that are started here. Of those that others start it isn't known how many
-    are."""
-    return config.parallel.num_ranks if config.parallel.executor in ("auto", "local", "mp") else 1
-
-
 def machine_budget(config: EngineConfig, weight_bytes: int) -> Budget:
     """Of the machine at hand, whose memory all ranks share; `weight_bytes` are those of all of them. A share
     is taken of what a set size of host memory leaves. DoesNotFitError where weights and arenas are more than
@@ -163,6 +159,29 @@ def device_budget(config: EngineConfig, hardware: Hardware, taken: int, what: st
     if left <= 0:
         raise DoesNotFitError(f"{share} is less than {what} take")
     return Budget(left, f"{share} leaves {size_text(left)} beside {what}, which", is_limit=False)
+
+
+def gpu_budget(config: EngineConfig, taken: int, what: str) -> Budget:
+    """Of the GPU at hand, of which each rank has one, where `what` is going to have `taken` bytes: a share of
+    all its memory, less what others have of it now. DoesNotFitError if nothing is left."""
+    cache, gpu = config.cache, gpus.find_gpu()
+    assert gpu is not None
+    if cache.memory_bytes is not None:
+        source = f"cache.memory_bytes: {size_text(cache.memory_bytes)}"
+        if taken + cache.memory_bytes > gpu.free_bytes:
+            raise DoesNotFitError(
+                f"{source}, beside {what}, is more than the {size_text(gpu.free_bytes)} that {gpu.name} has "
+                "free",
+                room=max(0, gpu.free_bytes - taken),
+            )
+        return Budget(cache.memory_bytes, source, is_limit=False)
+    used = gpu.total_bytes - gpu.free_bytes
+    share = f"cache.memory_fraction: {cache.memory_fraction} of the {size_text(gpu.total_bytes)} of {gpu.name}"
+    left = int(cache.memory_fraction * gpu.total_bytes) - used - taken
+    if left <= 0:
+        raise DoesNotFitError(f"{share} is less than {what} take, beside {size_text(used)} in use")
+    source = f"{share} leaves {size_text(left)} beside {what} and {size_text(used)} in use, which"
+    return Budget(left, source, is_limit=True)
 
 
 def _smallest_size(is_enough: Callable[[int], bool]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hybridserve.engine.worker import Worker
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.engine.input_builder import StepInput
-    from hybridserve.engine.model_runner import StepOutput
+    from hybridserve.engine.model_runner import LaunchedStep, StepOutput
     from hybridserve.engine.planner import EnginePlan
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
@@ -74,20 +75,23 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """One worker in the caller's own process and thread: a submitted step has run when `submit` returns."""
+    """One worker in the caller's own process and thread. On a CPU a submitted step has run when `submit`
+    returns. A GPU runs it meanwhile, and the next one can be planned and submitted: what the first has drawn
+    it finds on the device (F057)."""
 
     def __init__(self, model_path: Path, plan: EnginePlan) -> None:
         self.worker = Worker(model_path, plan)
-        self._results: list[StepOutput] = []
+        self.max_in_flight = 1 if plan.device == "cpu" else 2
+        self._launched: deque[LaunchedStep] = deque()
 
     def submit(self, step: StepInput) -> None:
-        self._results.append(self.worker.execute(step))
+        self._launched.append(self.worker.launch(step))
 
     def collect(self) -> StepOutput:
-        return self._results.pop(0)
+        return self._launched.popleft().collect()
 
     def reset(self) -> None:
-        self._results.clear()
+        self._launched.clear()
 
     def close(self) -> None:
         del self.worker

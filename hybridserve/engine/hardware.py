@@ -1,18 +1,21 @@
 """What deployments are planned for: a table of devices.
 
 Memory is what the driver reports, speeds are those that vendors publish for dense arithmetic; what of them
-decoding reaches is `roofline`'s to say. Knows numbers; touches no device.
+decoding reaches is `roofline`'s to say. Knows numbers; which device is at hand it asks `gpus`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from hybridserve.engine import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hybridserve.config.schema import EngineConfig
+    from hybridserve.engine.gpus import GPU
 
 GB = 10**9
 TERA = 10**12
@@ -84,17 +87,71 @@ HARDWARE: Mapping[str, Hardware] = {
 """By the name that the key `hardware` gives them."""
 
 
+_MODELS = {"H200": "h200-141gb", "H100": "h100-80gb", "A100": "a100-80gb", "L40S": "l40s"}
+"""What the names that drivers report have in them."""
+
+SMALL_A100_BYTES = 50 * GB
+"""An A100 with less memory is one of 40 GB."""
+
+UNKNOWN_GPU = "a100-80gb"
+"""Whose speeds are taken for those of a GPU that is not in the table."""
+
+
+def known_as(gpu: GPU) -> str | None:
+    """Its name in the table; None where it has none."""
+    name = next((name for model, name in _MODELS.items() if model in gpu.name), None)
+    return "a100-40gb" if name == "a100-80gb" and gpu.total_bytes < SMALL_A100_BYTES else name
+
+
+def _at_hand(gpu: GPU) -> Hardware:
+    known = known_as(gpu)
+    entry = HARDWARE[known or UNKNOWN_GPU]
+    title = gpu.name if known else f"{gpu.name} (at the speeds of {entry.title})"
+    return replace(entry, name=known or "auto", title=title, memory_bytes=None)
+
+
 def choose_hardware(config: EngineConfig) -> Hardware:
-    """What a configuration is planned for. ValueError where its keys don't agree."""
+    """What a configuration is planned for. ValueError where its keys don't agree, or name a GPU that is not
+    here and not said to be elsewhere."""
     name: str = config.hardware
     if name == "auto":
+        gpu = None if config.device == "cpu" else gpus.find_gpu()
+        if gpu is not None:
+            return _at_hand(gpu)
         if config.device == "cuda":
             names = ", ".join(each.name for each in HARDWARE.values() if each.device == "cuda")
             raise ValueError(
-                f"device: cuda: no GPU is looked for here; say which is meant: hardware: {names}"
+                f"device: cuda: {gpus.why_no_gpu()}; to plan for one that is elsewhere, say which: "
+                f"hardware: {names}"
             )
         name = CPU
     hardware = HARDWARE[name]
     if config.device not in ("auto", hardware.device):
         raise ValueError(f"hardware: {name} is not device: {config.device}")
     return hardware
+
+
+def engine_hardware(config: EngineConfig) -> Hardware:
+    """What an engine of a configuration runs on: as `choose_hardware`, but a GPU that is named has to be
+    here. ValueError, naming the key, where it isn't."""
+    hardware = choose_hardware(config)
+    if not hardware.is_here:
+        gpu = gpus.find_gpu()
+        if gpu is None or known_as(gpu) != hardware.name:
+            there = gpus.why_no_gpu() if gpu is None else f"this machine has {gpu.name}"
+            raise ValueError(
+                f"hardware: {hardware.name}: {there}; `hybridserve plan` shows what it would hold"
+            )
+        hardware = _at_hand(gpu)
+    gpu = gpus.find_gpu() if hardware.device == "cuda" else None
+    if gpu is not None and (num_ranks := num_ranks_here(config)) > gpu.count:
+        raise ValueError(
+            f"parallel: {num_ranks} ranks on this machine need a GPU each, and it has {gpu.count}"
+        )
+    return hardware
+
+
+def num_ranks_here(config: EngineConfig) -> int:
+    """Ranks on this machine: all that are started here. Of those that others start it isn't known how many
+    are."""
+    return config.parallel.num_ranks if config.parallel.executor in ("auto", "local", "mp") else 1

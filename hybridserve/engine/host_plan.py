@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridserve.engine import arena_plan
-from hybridserve.engine.arena_plan import DoesNotFitError, num_ranks_here
+from hybridserve.engine.arena_plan import DoesNotFitError
+from hybridserve.engine.hardware import num_ranks_here
 from hybridserve.engine.roofline import COMPUTE_SHARE
 from hybridserve.engine.units import size_text
 
@@ -105,8 +106,10 @@ def _num_bytes(
     if not hardware.is_here:  # nor is its host
         return (AUTO_BYTES, "at most") if wanted == "auto" else (wanted, "")
     num_here = num_ranks_here(config)
-    arena = max(layout.num_slabs * layout.slab_bytes for layout in layouts)
-    weights = weight_bytes * num_here // config.parallel.num_ranks
+    arena = weights = 0  # of the host's memory, where they are on a GPU
+    if hardware.device == "cpu":
+        arena = max(layout.num_slabs * layout.slab_bytes for layout in layouts)
+        weights = weight_bytes * num_here // config.parallel.num_ranks
     if wanted != "auto":
         total = arena_plan.total_memory()
         if weights + (arena + wanted) * num_here > total:

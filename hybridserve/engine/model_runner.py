@@ -1,8 +1,11 @@
-"""Runs the model over one step's arrays. Knows tensors and the arena; knows no request (D6)."""
+"""Runs the model over one step's arrays. Knows tensors and the arena; knows no request (D6).
+
+A step is launched, and collected when its result is wanted: on a GPU the host is free in between. What is
+launched runs in order, so a step finds what the one before it has written and drawn.
+"""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,17 +13,27 @@ import numpy as np
 import torch
 
 from hybridserve.engine import sampler
-from hybridserve.engine.sampler import LogprobsOutput
-from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
-from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
+from hybridserve.engine.device_queue import queue_of
+from hybridserve.engine.graphs import DecodeGraphs
+from hybridserve.engine.sampler import Draws, LogprobsOutput, Scores
+from hybridserve.engine.staging import staging_for
+from hybridserve.engine.step_tensors import StepTensors
 from hybridserve.layers.context import ForwardContext
 from hybridserve.lora.batch import make_batch, select
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from hybridserve.engine.arena import Arena, HostArena
-    from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
+    from hybridserve.engine.device_queue import DeviceQueue, Mark
+    from hybridserve.engine.graph_plan import GraphPlan
+    from hybridserve.engine.graphs import DecodeGraph, Recorder
+    from hybridserve.engine.input_builder import StepInput
+    from hybridserve.engine.staging import Staging
+    from hybridserve.kernels.attention.interface import AttentionBackend
     from hybridserve.kernels.lora.interface import LoraBatch
     from hybridserve.kernels.pointwise.interface import PointwiseBackend
+    from hybridserve.kernels.ssm.interface import SSMBackend
     from hybridserve.models.base import CausalLM
 
 PROMPT_LOGPROBS_ROWS = 128
@@ -42,6 +55,54 @@ class StepOutput:
     sample_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that the device has been told to run; `collect` waits for it."""
+
+    step_id: int
+    token_ids: torch.Tensor | None
+    """On their way to the host, as scores are; None: this rank draws none."""
+    scores: Scores | None
+    prompt_scores: Sequence[Scores]
+    begun: Mark
+    forwarded: Mark
+    done: Mark
+
+    def collect(self) -> StepOutput:
+        self.done.wait()
+        prompt = [scores.output() for scores in self.prompt_scores]
+        return StepOutput(
+            self.step_id,
+            [] if self.token_ids is None else self.token_ids.tolist(),
+            logprobs=None if self.scores is None else self.scores.output(),
+            prompt_logprobs=LogprobsOutput.concatenate(prompt) if prompt else None,
+            forward_seconds=self.forwarded.seconds_since(self.begun),
+            sample_seconds=self.done.seconds_since(self.forwarded),
+        )
+
+
+@dataclass(slots=True)
+class _PromptRows:
+    """A few rows of `PromptLogprobsInput`, on the host and on the device."""
+
+    host: np.ndarray
+    rows: torch.Tensor
+    targets: torch.Tensor
+    num_top: int
+
+
+@dataclass(slots=True)
+class _Staged:
+    """What a step brings to the device beside its tokens. Pairs are None where there are none."""
+
+    block_copies: torch.Tensor | None
+    state_copies: torch.Tensor | None
+    state_saves: torch.Tensor | None
+    pending: torch.Tensor | None
+    draws: Draws | None
+    prompt_rows: Sequence[_PromptRows]
+
+
 class ModelRunner:
     """Holds the weights, the arena, the host's memory beside it if there is any, and the tokens that the last
     step drew, which the next step may need before the scheduler has seen them."""
@@ -54,102 +115,144 @@ class ModelRunner:
         ssm: SSMBackend,
         pointwise: PointwiseBackend,
         host: HostArena | None = None,
+        *,
+        queue: DeviceQueue | None = None,
+        staging: Staging | None = None,
     ) -> None:
+        """`queue` and `staging` are those of the arena's device unless told."""
         self.model = model
         self.arena = arena
         self.host = host
+        self.graphs: DecodeGraphs | None = None
         self._attention = attention
         self._ssm = ssm
         self._pointwise = pointwise
         self._device = arena.buffer.device
+        self._queue = queue or queue_of(self._device)
+        self._staging = staging or staging_for(self._queue)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
-    def execute(self, step: StepInput) -> StepOutput:
-        start = time.perf_counter()
-        self._copy_units(step)
-        context = self._context(step)
-        hidden = self.model(self._input_ids(step), context)
-        if len(step.state_saves):
-            self.arena.copy_slots(*self._to_device(step.state_saves).unbind(1))
-        forwarded = time.perf_counter()
-        output = StepOutput(step.step_id, [])
-        if hidden is None:
-            output.forward_seconds = forwarded - start
-            return output
-        if step.prompt_logprobs is not None:
-            output.prompt_logprobs = self._prompt_logprobs(hidden, step.prompt_logprobs, context.lora)
-        if step.sampling is not None:
-            logits = self._logits(hidden, step.sampling.rows, context.lora)
-            if logits is not None:
-                self._drawn, output.logprobs = sampler.sample(logits, step.sampling, self._pointwise)
-                output.token_ids = self._drawn.tolist()
-        output.forward_seconds = forwarded - start
-        output.sample_seconds = time.perf_counter() - forwarded
-        return output
+    def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
+        """Record the decode steps that the plan names, over the null block and the null slot. All ranks do so
+        at the same time: what is recorded may hold their collectives."""
+        layout = self.arena.layout
+        block_size = layout.block_size if layout.blocks_per_slab else None
+        self.graphs = DecodeGraphs(plan, block_size, self._device)
+        self.graphs.record(recorder, self._recordable)
 
-    def _copy_units(self, step: StepInput) -> None:
-        """In the order that `ScheduledStep` promises: what is swapped out or moved away makes room for what
-        comes after it."""
+    def execute(self, step: StepInput) -> StepOutput:
+        return self.launch(step).collect()
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """Waits for no step but the one before the last."""
+        begun = self._queue.mark()
+        self._staging.begin()
+        staged = self._stage(step)
+        graph = None if self.graphs is None else self.graphs.find(step)
+        hidden = lora = None
+        if graph is None:
+            tensors = StepTensors.of(step, self._staging.put)
+            lora = make_batch(
+                step.adapter_slots, step.adapter_start, step.query_start, step.positions, self._device
+            )
+            self._staging.flush()
+            self._begin(step, staged, tensors)
+            hidden = self.model(tensors.input_ids, self._context(tensors, lora))
+            logits = None
+        else:
+            logits = self._replay(graph, step, staged)
+        if staged.state_saves is not None:
+            self.arena.copy_slots(*staged.state_saves.unbind(1))
+        forwarded = self._queue.mark()
+        prompt_scores: list[Scores] = []
+        if hidden is not None:
+            prompt_scores = self._prompt_scores(hidden, staged.prompt_rows, lora)
+            if step.sampling is not None and staged.draws is not None:
+                logits = self.model.logits(hidden[staged.draws.rows], select(lora, step.sampling.rows))
+        token_ids = scores = None
+        if logits is not None and staged.draws is not None:
+            self._drawn, scores = sampler.sample(logits, staged.draws, self._pointwise)
+            token_ids = self._queue.fetch(self._drawn)
+        self._staging.end()
+        return LaunchedStep(
+            step.step_id,
+            token_ids,
+            None if scores is None else scores.fetched(self._queue.fetch),
+            prompt_scores,
+            begun,
+            forwarded,
+            self._queue.mark(),
+        )
+
+    def _stage(self, step: StepInput) -> _Staged:
+        put = self._staging.put
+        pairs = (step.block_copies, step.state_copies, step.state_saves, step.pending)
+        prompt_rows = []
+        if (wanted := step.prompt_logprobs) is not None:
+            for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
+                rows, targets = (
+                    column[first : first + PROMPT_LOGPROBS_ROWS] for column in (wanted.rows, wanted.targets)
+                )
+                prompt_rows.append(_PromptRows(rows, put(rows), put(targets), wanted.num_top))
+        draws = None
+        if step.sampling is not None:
+            draws = sampler.prepare(step.sampling, put, self._staging.send)
+        return _Staged(*(put(each) if len(each) else None for each in pairs), draws, prompt_rows)
+
+    def _begin(self, step: StepInput, staged: _Staged, tensors: StepTensors) -> None:
+        """All that comes before the layers, in the order that `ScheduledStep` promises: what is swapped out
+        or moved away makes room for what comes after it."""
         if self.host is not None:
             self.host.swap_out(self.arena, step.block_swaps_out, step.state_swaps_out)
         self.arena.move(step.block_moves, step.state_moves)
         if self.host is not None:
             self.host.swap_in(self.arena, step.block_swaps_in, step.state_swaps_in)
-        if len(step.block_copies):
-            self.arena.copy_blocks(*self._to_device(step.block_copies).unbind(1))
-        if len(step.state_copies):
-            self.arena.copy_slots(*self._to_device(step.state_copies).unbind(1))
+        if staged.block_copies is not None:
+            self.arena.copy_blocks(*staged.block_copies.unbind(1))
+        if staged.state_copies is not None:
+            self.arena.copy_slots(*staged.state_copies.unbind(1))
+        if staged.pending is not None:
+            place, source = staged.pending.unbind(1)
+            tensors.input_ids[place] = self._drawn[source].clamp(min=0)
 
-    def _input_ids(self, step: StepInput) -> torch.Tensor:
-        input_ids = self._to_device(step.input_ids)
-        if len(step.pending):
-            place, source = self._to_device(step.pending).unbind(1)
-            input_ids[place] = self._drawn[source].clamp(min=0)
-        return input_ids
-
-    def _context(self, step: StepInput) -> ForwardContext:
-        query_start = self._to_device(step.query_start)
-        query_lens = np.diff(step.query_start)
-        lens = query_lens.tolist()
-        attention = AttentionMetadata(
-            query_start=query_start,
-            seq_lens=self._to_device(step.seq_lens),
-            block_table=self._to_device(step.block_table).to(torch.int64),
-            slot_mapping=self._to_device(step.slot_mapping),
-            query_lens=lens,
-            context_lens=(step.seq_lens - query_lens).tolist(),
-        )
-        ssm = SSMMetadata(
-            query_start=query_start,
-            state_slots=self._to_device(step.state_slots),
-            has_state=self._to_device(step.has_state),
-            query_lens=lens,
-        )
+    def _context(self, tensors: StepTensors, lora: LoraBatch | None) -> ForwardContext:
         return ForwardContext(
-            positions=self._to_device(step.positions),
-            attention=self._attention.prepare(attention),
-            ssm=self._ssm.prepare(ssm),
+            positions=tensors.positions,
+            attention=self._attention.prepare(tensors.attention()),
+            ssm=self._ssm.prepare(tensors.ssm()),
             caches=self.arena.views,
-            lora=make_batch(
-                step.adapter_slots, step.adapter_start, step.query_start, step.positions, self._device
-            ),
+            lora=lora,
         )
 
-    def _logits(self, hidden: torch.Tensor, rows: np.ndarray, lora: LoraBatch | None) -> torch.Tensor | None:
-        return self.model.logits(hidden[self._to_device(rows)], select(lora, rows))
+    def _recordable(self, tensors: StepTensors) -> Callable[[], torch.Tensor | None]:
+        """A forward pass over these tensors, whatever they hold by then: logits of each token, where this rank
+        has them."""
+        context = self._context(tensors, None)
 
-    def _prompt_logprobs(
-        self, hidden: torch.Tensor, wanted: PromptLogprobsInput, lora: LoraBatch | None
-    ) -> LogprobsOutput | None:
+        def forward() -> torch.Tensor | None:
+            hidden = self.model(tensors.input_ids, context)
+            return None if hidden is None else self.model.logits(hidden, None)
+
+        return forward
+
+    def _replay(self, graph: DecodeGraph, step: StepInput, staged: _Staged) -> torch.Tensor | None:
+        """Logits of the rows that draw, which the next replay overwrites."""
+        inputs = graph.put(step, self._staging.put)
+        self._staging.flush()
+        graph.load(inputs)
+        self._begin(step, staged, graph.tensors)
+        logits = graph.replay()
+        return None if logits is None or staged.draws is None else logits[: len(staged.draws.rows)]
+
+    def _prompt_scores(
+        self, hidden: torch.Tensor, wanted: Sequence[_PromptRows], lora: LoraBatch | None
+    ) -> list[Scores]:
         parts = []
-        for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
-            rows = wanted.rows[first : first + PROMPT_LOGPROBS_ROWS]
-            targets = self._to_device(wanted.targets[first : first + PROMPT_LOGPROBS_ROWS])
-            logits = self._logits(hidden, rows, lora)
+        for each in wanted:
+            logits = self.model.logits(hidden[each.rows], select(lora, each.host))
             if logits is not None:
-                parts.append(sampler.logprobs(logits, targets, wanted.num_top, rows.tolist()))
-        return LogprobsOutput.concatenate(parts) if parts else None
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+                scores = sampler.logprobs(logits, each.targets, each.num_top, each.host.tolist())
+                parts.append(scores.fetched(self._queue.fetch))
+        return parts

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.engine.adapter_plan import LoraPlan
+    from hybridserve.engine.graph_plan import GraphPlan
     from hybridserve.engine.hardware import Hardware
     from hybridserve.engine.host_plan import HostPlan
     from hybridserve.engine.quantization_plan import QuantizationPlan
@@ -132,6 +133,7 @@ class EnginePlan:
     """What the scheduler goes by. With several stages its sizes are the largest of any stage."""
     stages: tuple[StagePlan, ...]
     backends: Mapping[str, BackendChoice]
+    graphs: GraphPlan
     parameters_total: int
     parameters_active: int
     """Parameters read a token; the input embedding, of which one row is read, is left out."""
@@ -240,6 +242,7 @@ class EnginePlan:
             },
             "lora": None if self.lora is None else self.lora.to_dict(),
             "backends": {op: choice.to_dict() for op, choice in self.backends.items()},
+            "graphs": self.graphs.to_dict(),
         }
 
     def table(self, *, every_reason: bool = False) -> str:

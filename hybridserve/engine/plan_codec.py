@@ -14,6 +14,7 @@ import msgspec
 
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.engine.adapter_plan import LoraPlan
+from hybridserve.engine.graph_plan import GraphPlan
 from hybridserve.engine.hardware import Hardware
 from hybridserve.engine.host_plan import HostPlan
 from hybridserve.engine.plan import BackendChoice, EnginePlan, ParallelPlan, StagePlan
@@ -29,6 +30,7 @@ CLASSES: dict[str, type[Any]] = {
         BackendChoice,
         CacheLayout,
         EnginePlan,
+        GraphPlan,
         Hardware,
         HostPlan,
         LoraPlan,

@@ -17,11 +17,13 @@ from hybridserve.engine.arena_plan import (
     Budget,
     available_memory,
     device_budget,
+    gpu_budget,
     machine_budget,
     plan_arena,
     total_memory,
 )
-from hybridserve.engine.hardware import Hardware, choose_hardware
+from hybridserve.engine.graph_plan import plan_graphs
+from hybridserve.engine.hardware import Hardware, choose_hardware, engine_hardware
 from hybridserve.engine.host_plan import plan_host
 from hybridserve.engine.plan import BackendChoice, EnginePlan, ParallelPlan, StagePlan
 from hybridserve.engine.prefix_plan import plan_checkpoint_interval
@@ -82,26 +84,30 @@ MAX_TENSOR = 1024
 def make_plan(config: EngineConfig, model_path: Path) -> EnginePlan:
     """Plan an engine that is about to start on this machine. ValueError, naming the key, where the
     configuration and the model or machine do not agree."""
-    if config.device == "cuda" or not choose_hardware(config).is_here:
-        key = "device: cuda" if config.device == "cuda" else f"hardware: {config.hardware}"
-        raise ValueError(
-            f"{key}: an engine runs on CPUs only, so far; `hybridserve plan` shows what a GPU would hold"
-        )
-    return plan_model(config, load_hf_config(model_path))
+    return plan_model(config, load_hf_config(model_path), hardware=engine_hardware(config))
 
 
-def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str | None = None) -> EnginePlan:
-    """Plan what a config.json describes, for the configuration's hardware wherever that is; `shape` is the
-    name of a known one that stands in for a checkpoint. DoesNotFitError (a ValueError) where it has too
-    little memory."""
-    hardware = choose_hardware(config)
+def plan_model(
+    config: EngineConfig,
+    hf_config: Mapping[str, Any],
+    *,
+    shape: str | None = None,
+    hardware: Hardware | None = None,
+) -> EnginePlan:
+    """Plan what a config.json describes, for the configuration's hardware wherever that is, unless told;
+    `shape` is the name of a known one that stands in for a checkpoint. DoesNotFitError (a ValueError) where
+    it has too little memory."""
+    hardware = hardware or choose_hardware(config)
     here = hardware.is_here
     dtype = checkpoint_dtype(hf_config) if config.dtype == "auto" else config.dtype
     adapters = initial_adapters(config, here=here)
     has_lora = bool(adapters) or config.lora.allow_runtime_loading
     wanted = resolve(config.quantization.format, config.quantization.targets, read_config(hf_config))
     capabilities = Capabilities(
-        device="cpu", dtype=dtype, weights=wanted.format, block_size=config.cache.block_size
+        device=hardware.device if here else "cpu",
+        dtype=dtype,
+        weights=wanted.format,
+        block_size=config.cache.block_size,
     )
     used = [op for op in OPERATORS if op != "lora" or has_lora]
     backends = _choose_backends(config, capabilities, used) if here else _open_choices(config, used)
@@ -124,13 +130,14 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
     weight_bytes = [context.weights.num_bytes for context in contexts]
     specs = [context.cache_specs for context in contexts]
     workspaces = [_workspace(config, hardware, *stage) for stage in stages]
-    if here:
+    if hardware.device == "cpu":
         budget = machine_budget(config, parallel.tensor * sum(weight_bytes))
     else:
         adapter_bytes = (config.lora.device_bytes or 0) if has_lora else 0
         needs = zip(weight_bytes, workspaces, strict=True)
         budget = min(_device_budget(config, hardware, *each, adapter_bytes) for each in needs)
     layout, layouts = plan_arena(config, specs, max_model_len, budget)
+    graphs = plan_graphs(config, layout, max_model_len, _why_no_graphs(hardware, parallel, backends))
     costs = [_cost(context, mine) for context, mine in zip(contexts, layouts, strict=True)]
     return EnginePlan(
         model=str(config.model),
@@ -164,6 +171,7 @@ def plan_model(config: EngineConfig, hf_config: Mapping[str, Any], *, shape: str
             )
         ),
         backends=backends,
+        graphs=graphs,
         parameters_total=sum(context.weights.num_parameters for context in contexts),
         parameters_active=round(sum(context.weights.num_active_parameters for context in contexts)),
         weight_bytes=max(weight_bytes),
@@ -336,7 +344,31 @@ def _device_budget(
     if adapters:
         what = f"{size_text(weights)} of weights, {size_text(workspace.total)} of workspace and "
         what += f"{size_text(adapters)} of adapters"
-    return device_budget(config, hardware, weights + workspace.total + adapters, what)
+    taken = weights + workspace.total + adapters
+    if hardware.is_here:
+        return gpu_budget(config, taken, what)
+    return device_budget(config, hardware, taken, what)
+
+
+def _why_no_graphs(
+    hardware: Hardware, parallel: ParallelPlan, backends: Mapping[str, BackendChoice]
+) -> str | None:
+    """None where decode steps can be recorded, or, elsewhere, could be with backends that are made for it."""
+    if hardware.device == "cpu":
+        return "a CPU takes calls as they come"
+    if parallel.pipeline > 1:
+        return "stages of a pipeline wait for each other"
+    if not hardware.is_here:
+        return None
+    chosen = (
+        (op, backend)
+        for op, choice in backends.items()
+        if op != "lora"  # steps with adapters are never recorded
+        for backend in candidates(op)
+        if backend.name == choice.name
+    )
+    unfit = [f"{op} {backend.name}" for op, backend in chosen if not backend.can_be_recorded]
+    return f"what {', '.join(unfit)} launches depends on more than shapes" if unfit else None
 
 
 def _backend(op: str, name: str, capabilities: Capabilities) -> Backend:
@@ -354,7 +386,8 @@ def _choose_backends(
     config: EngineConfig, capabilities: Capabilities, used: Sequence[str]
 ) -> dict[str, BackendChoice]:
     chosen = {}
-    native.prepare(native.sources(used))
+    if capabilities.device == "cpu":
+        native.prepare(native.sources(used))
     for op in used:
         wanted = getattr(config.kernels, op)
         if op == "moe" and wanted == AUTO and config.kernels.gemm == EXACT:

@@ -22,6 +22,7 @@ from hybridserve.distributed.groups import Groups
 from hybridserve.distributed.process_group import address_of, waits
 from hybridserve.engine.adapter_channel import AdapterChannel
 from hybridserve.engine.channel import Channel, Kind
+from hybridserve.engine.gpus import rank_device
 from hybridserve.engine.rendezvous import Rendezvous
 from hybridserve.engine.wire import decode_step, encode_output
 from hybridserve.engine.worker import Worker
@@ -136,9 +137,9 @@ def serve(store: Store, rank: int, local_rank: int) -> None:
     try:
         assignment = rendezvous.assignment()
         plan, topology = assignment.plan, assignment.topology(rank)
-        device = torch.device(plan.device)
+        device = rank_device(plan.device, local_rank)
         if device.type == "cuda":
-            torch.cuda.set_device(local_rank)
+            torch.cuda.set_device(device)
         rendezvous.arrive("here", rank)
         groups = Groups.connect(
             store,
@@ -150,7 +151,7 @@ def serve(store: Store, rank: int, local_rank: int) -> None:
         )
         advance = partial(rendezvous.advance, rank)
         advance()
-        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp, advance)
+        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp, advance, local_rank)
         rendezvous.arrive("ready", rank)
         Rank(worker, groups, topology, rendezvous).serve()
     except BaseException as error:

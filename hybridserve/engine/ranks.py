@@ -27,6 +27,7 @@ from hybridserve.distributed.groups import Groups
 from hybridserve.distributed.process_group import address_of
 from hybridserve.engine.adapter_channel import AdapterChannel
 from hybridserve.engine.channel import Channel, Kind
+from hybridserve.engine.gpus import rank_device
 from hybridserve.engine.job_thread import JobThread
 from hybridserve.engine.launchers import threads_per_rank
 from hybridserve.engine.rank import NUMBER, PLACE
@@ -108,7 +109,7 @@ class Ranks:
             self._rendezvous.store,
             self._topology,
             address_of(assignment.interface),
-            torch.device(plan.device),
+            rank_device(plan.device, 0),
             assignment.step_timeout,
             has_adapters=plan.lora is not None,
         )

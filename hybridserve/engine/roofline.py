@@ -90,7 +90,7 @@ def decode_step(
 ) -> DecodeStep:
     """With `ranks` in each stage. Stages work one after the other: one step is in flight at a time."""
     # CPU ranks are processes of one machine, which has one memory
-    speed = 1 / (ranks * len(stages)) if hardware.is_here else 1.0
+    speed = 1 / (ranks * len(stages)) if hardware.device == "cpu" else 1.0
     bandwidth, flops = hardware.bandwidth * speed, hardware.flops * speed
     total = roofline = projected = 0.0
     for stage in stages:

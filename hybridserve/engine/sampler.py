@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.messages import TokenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hybridserve.engine.staging import Put
     from hybridserve.engine.token_masks import AllowedInput
     from hybridserve.kernels.pointwise.interface import PointwiseBackend
 
@@ -46,54 +49,136 @@ class LogprobsOutput:
         )
 
 
-def sample(
-    logits: torch.Tensor, sampling: SamplingInput, backend: PointwiseBackend
-) -> tuple[torch.Tensor, LogprobsOutput | None]:
-    """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
-    device = logits.device
-    finite = torch.isfinite(logits).all(dim=-1)
-    scored = sampling.num_logprobs
-    wanted = [] if scored is None else (scored >= 0).nonzero()[0].tolist()
-    raw = logits[wanted]
-    if sampling.bias is not None:
-        rows, tokens, values = (torch.from_numpy(column).to(device) for column in sampling.bias)
-        logits.index_put_((rows, tokens), values, accumulate=True).clamp_(min=BANNED)
-    if sampling.penalties is not None:
-        _apply_penalties(logits, sampling.penalties)
-    if sampling.allowed is not None:
-        _keep_allowed(logits, sampling.allowed)
-    token_ids = logits.argmax(dim=-1)
+@dataclass(slots=True)
+class Scores:
+    """A `LogprobsOutput` that is still where it was computed, or on its way from there."""
+
+    rows: list[int]
+    chosen: torch.Tensor  # [P]
+    ranks: torch.Tensor  # [P]
+    top_ids: torch.Tensor  # [P, k]
+    top_values: torch.Tensor  # [P, k]
+
+    def fetched(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
+        """With each tensor as `fetch` gives it back."""
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top_values)
+        return Scores(self.rows, *map(fetch, tensors))
+
+    def output(self) -> LogprobsOutput:
+        """Waits for a device that they are on."""
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top_values)
+        return LogprobsOutput(self.rows, *(tensor.tolist() for tensor in tensors))
+
+
+@dataclass(slots=True)
+class Draws:
+    """A `SamplingInput` on the device. Made before the model runs, so that nothing has to be waited for after
+    it; but masks of grammars are computed while it runs, and brought by `late`."""
+
+    rows: torch.Tensor  # [R]
+    scored: list[int]
+    """Rows whose log-probabilities are wanted."""
+    scored_rows: torch.Tensor | None
+    """[P] the same; None: none are."""
+    num_top: int
+    bias: tuple[torch.Tensor, ...] | None
+    penalties: _Penalties | None
+    allowed: AllowedInput | None
+    late: Put
+    drawn: torch.Tensor | None
+    """[D] rows whose temperature is above 0; None: there are none. The rest is of these alone."""
+    temperature: torch.Tensor | None = None
+    uniform: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+
+
+class _Penalties(NamedTuple):
+    """`PenaltyInput` on the device."""
+
+    row: torch.Tensor
+    token: torch.Tensor
+    num_generated: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+
+
+class _Allowed(NamedTuple):
+    rows: torch.Tensor | None
+    """Which have a mask; None: all."""
+    masks: torch.Tensor  # [A, bytes] uint8
+
+
+def prepare(sampling: SamplingInput, put: Put, late: Put) -> Draws:
+    """`put` brings an array to the device, `late` does so while the device is at work."""
+    num_logprobs, bias, penalties = sampling.num_logprobs, sampling.bias, sampling.penalties
+    scored = np.zeros(0, dtype=np.int64) if num_logprobs is None else (num_logprobs >= 0).nonzero()[0]
+    draws = Draws(
+        rows=put(sampling.rows),
+        scored=scored.tolist(),
+        scored_rows=None if num_logprobs is None else put(scored),
+        num_top=0 if num_logprobs is None else int(num_logprobs.max()),
+        bias=None if bias is None else tuple(map(put, bias)),
+        penalties=None if penalties is None else _penalties(penalties, put),
+        allowed=sampling.allowed,
+        late=late,
+        drawn=None,
+    )
     index = (sampling.temperature > 0).nonzero()[0]
     if len(index):
-        drawn = torch.from_numpy(index).to(device)
-        token_ids[drawn] = _draw(logits[drawn], sampling, index, backend)
+        draws.drawn = put(index)
+        for name in ("temperature", "uniform", "min_p", "top_k", "top_p"):
+            column: np.ndarray | None = getattr(sampling, name)
+            if column is not None:
+                setattr(draws, name, put(column[index]))
+    return draws
+
+
+def _penalties(penalties: PenaltyInput, put: Put) -> _Penalties:
+    return _Penalties(*(put(getattr(penalties, name)) for name in _Penalties._fields))
+
+
+def sample(
+    logits: torch.Tensor, draws: Draws, backend: PointwiseBackend
+) -> tuple[torch.Tensor, Scores | None]:
+    """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
+    finite = torch.isfinite(logits).all(dim=-1)
+    raw = None if draws.scored_rows is None else logits[draws.scored_rows]
+    if draws.bias is not None:
+        rows, tokens, values = draws.bias
+        logits.index_put_((rows, tokens), values, accumulate=True).clamp_(min=BANNED)
+    if draws.penalties is not None:
+        _apply_penalties(logits, draws.penalties)
+    if draws.allowed is not None:
+        # bytes, whose order is that of the words on every machine that this runs on
+        masks = draws.allowed.masks.view(np.uint8)
+        rows_of_masks = None if len(masks) == len(logits) else draws.late(draws.allowed.rows)
+        _keep_allowed(logits, _Allowed(rows_of_masks, draws.late(masks)))
+    token_ids = logits.argmax(dim=-1)
+    if draws.drawn is not None:
+        token_ids[draws.drawn] = _draw(logits[draws.drawn], draws, backend)
     token_ids.masked_fill_(~finite, -1)
-    if scored is None:
+    if raw is None:
         return token_ids, None
-    chosen = token_ids[wanted].clamp(min=0)
-    return token_ids, logprobs(raw, chosen, int(scored.max()), wanted)
+    return token_ids, logprobs(raw, token_ids[draws.scored_rows].clamp(min=0), draws.num_top, draws.scored)
 
 
-def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int, rows: list[int]) -> LogprobsOutput:
+def logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int, rows: list[int]) -> Scores:
     """Raw log-probabilities: logits [P, V], chosen token ids [P]."""
     values = torch.log_softmax(logits, dim=-1)
     picked = values.gather(1, chosen[:, None])
     ranks = (values > picked).sum(dim=-1) + 1
     top = values.topk(min(num_top, values.shape[1]), dim=-1)
-    return LogprobsOutput(
-        rows, picked[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist()
-    )
+    return Scores(rows, picked[:, 0], ranks, top.indices, top.values)
 
 
-def _apply_penalties(logits: torch.Tensor, penalties: PenaltyInput) -> None:
+def _apply_penalties(logits: torch.Tensor, penalties: _Penalties) -> None:
     """As OpenAI defines presence and frequency; repetition as in CTRL (arXiv 1909.05858, section 4.1)."""
-    device = logits.device
-    row = torch.from_numpy(penalties.row).to(device)
-    token = torch.from_numpy(penalties.token).to(device)
-    count = torch.from_numpy(penalties.num_generated).to(device)
+    row, token, count = penalties.row, penalties.token, penalties.num_generated
     presence, frequency, repetition = (
-        torch.from_numpy(column).to(device)[row]
-        for column in (penalties.presence, penalties.frequency, penalties.repetition)
+        column[row] for column in (penalties.presence, penalties.frequency, penalties.repetition)
     )
     values = logits[row, token]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -101,36 +186,31 @@ def _apply_penalties(logits: torch.Tensor, penalties: PenaltyInput) -> None:
     logits[row, token] = values.clamp(min=BANNED)
 
 
-def _keep_allowed(logits: torch.Tensor, allowed: AllowedInput) -> None:
+def _keep_allowed(logits: torch.Tensor, allowed: _Allowed) -> None:
     """Nothing else can be drawn, whatever the bias; logits that are banned still can if all of them are."""
-    device, vocab_size = logits.device, logits.shape[1]
-    # bytes, whose order is that of the words on every machine that this runs on
-    masks = torch.from_numpy(allowed.masks.view(np.uint8)).to(device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+    masks, vocab_size = allowed.masks, logits.shape[1]
+    bits = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=logits.device))
     refused = ((masks[:, :, None] & bits) == 0).view(len(masks), -1)[:, :vocab_size]
-    if len(masks) == len(logits):
+    if allowed.rows is None:
         logits.masked_fill_(refused, -torch.inf)
     else:
-        rows = torch.from_numpy(allowed.rows).to(device)
-        logits[rows] = logits[rows].masked_fill_(refused, -torch.inf)
+        logits[allowed.rows] = logits[allowed.rows].masked_fill_(refused, -torch.inf)
 
 
-def _draw(
-    logits: torch.Tensor, sampling: SamplingInput, index: np.ndarray, backend: PointwiseBackend
-) -> torch.Tensor:
-    """Inverse-CDF draw from logits [D, V], the rows `index` of the step, at positive temperature."""
-    device = logits.device
+def _draw(logits: torch.Tensor, draws: Draws, backend: PointwiseBackend) -> torch.Tensor:
+    """Inverse-CDF draw from logits [D, V] of the rows `draws.drawn`, at positive temperature."""
+    assert draws.temperature is not None
+    assert draws.uniform is not None
     # a temperature near 0 must stay finite; it is greedy then anyway
-    temperature = torch.from_numpy(sampling.temperature[index]).to(device).clamp(min=1e-5)
-    logits = logits / temperature[:, None]
+    logits = logits / draws.temperature.clamp(min=1e-5)[:, None]
     probs = torch.softmax(logits, dim=-1)
-    if sampling.min_p is not None:
-        least = probs.amax(dim=-1) * torch.from_numpy(sampling.min_p[index]).to(device)
+    if draws.min_p is not None:
+        least = probs.amax(dim=-1) * draws.min_p
         probs.masked_fill_(probs < least[:, None], 0.0)
-    if sampling.top_k is not None:
-        backend.keep_top_k(probs, torch.from_numpy(sampling.top_k[index]).to(device))
-    if sampling.top_p is not None:
-        backend.keep_top_p(probs, torch.from_numpy(sampling.top_p[index]).to(device))
+    if draws.top_k is not None:
+        backend.keep_top_k(probs, draws.top_k)
+    if draws.top_p is not None:
+        backend.keep_top_p(probs, draws.top_p)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = cumulative[:, -1] * torch.from_numpy(sampling.uniform[index]).to(device)
+    target = cumulative[:, -1] * draws.uniform
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from hybridserve.engine.arena import Arena, HostArena
-from hybridserve.engine.model_runner import ModelRunner, StepOutput
+from hybridserve.engine.gpus import rank_device
+from hybridserve.engine.graphs import CUDARecorder
+from hybridserve.engine.model_runner import ModelRunner
 from hybridserve.engine.planner import EnginePlan, build_context
 from hybridserve.lora.layers import PlacedAdapter, check_adapter, place_adapter, remove
 from hybridserve.models.weights import load_model
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hybridserve.distributed.pipeline import PipelineStage
     from hybridserve.distributed.tp import TPGroup
     from hybridserve.engine.input_builder import StepInput
+    from hybridserve.engine.model_runner import LaunchedStep, StepOutput
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
 
@@ -36,10 +37,12 @@ class Worker:
         pipeline: PipelineStage | None = None,
         adapter_tp: TPGroup | None = None,
         advance: Callable[[], None] = lambda: None,
+        local_rank: int = 0,
     ) -> None:
         """One of several ranks has its groups from whoever started it: `adapter_tp` holds the same ranks as
-        `tp`, for the thread that stages adapters while steps run. `advance` is called as loading gets on."""
-        context = build_context(plan, torch.device(plan.device), tp, pipeline)
+        `tp`, for the thread that stages adapters while steps run. `advance` is called as loading gets on;
+        `local_rank` is its number among the ranks of this machine. ValueError for a GPU that is not there."""
+        context = build_context(plan, rank_device(plan.device, local_rank), tp, pipeline)
         model = load_model(model_path, context, advance)
         layout = plan.stages[context.pipeline.stage].layout
         self.arena = Arena(layout, context.device)
@@ -47,6 +50,8 @@ class Worker:
         self.runner = ModelRunner(
             model, self.arena, context.attention, context.ssm, context.pointwise, self.host
         )
+        if plan.graphs.sizes:
+            self.runner.record_graphs(plan.graphs, CUDARecorder(context.device))
         self._context = context
         self._adapter_tp = adapter_tp or context.tp
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed
@@ -55,8 +60,12 @@ class Worker:
     def execute(self, step: StepInput) -> StepOutput:
         """RuntimeError, and nothing has run, for a step that was planned with another adapter in a slot than
         there is."""
+        return self.launch(step).collect()
+
+    def launch(self, step: StepInput) -> LaunchedStep:
+        """As `execute`, but for its result."""
         self.check_adapters(step)
-        return self.runner.execute(step)
+        return self.runner.launch(step)
 
     def check_adapters(self, step: StepInput) -> None:
         for slot, generation in step.adapter_generations.tolist():

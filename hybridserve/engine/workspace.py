@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridserve.engine.graph_plan import graph_sizes
 from hybridserve.layers.footprint import OTHER
 
 if TYPE_CHECKING:
@@ -22,12 +23,7 @@ RUNTIME_BYTES = 768 * MIB
 """A CUDA context, and what its libraries keep."""
 
 GRAPH_BYTES = 32 * MIB
-"""Of one captured batch size, beside the activations, which all of them share."""
-
-GRAPH_STEP = 8
-"""Every batch size of 8, 16, 24 .. is captured, and 1, 2 and 4."""
-
-LARGEST_GRAPH = 256
+"""Of one batch size that is recorded, for all lengths, beside the activations, which all of them share."""
 
 GROUP_BYTES = 512 * MIB
 """Channels and buffers of the communicators of one rank."""
@@ -68,9 +64,7 @@ def plan_workspace(
         activations += num_seqs * vocab_size * (element_bytes + 4 * LOGIT_COPIES)
     if hardware.device == "cpu":
         return Workspace(0, activations, 0, 0)
-    largest = min(num_seqs, LARGEST_GRAPH)
-    num_graphs = sum(size <= largest for size in (1, 2, 4)) + largest // GRAPH_STEP
     # what is reduced lies in a buffer that the others can reach, and its sum in another
     reduced = num_tokens * max(footprint.reductions, default=0) * element_bytes
     collectives = GROUP_BYTES + 2 * reduced if ranks > 1 else 0
-    return Workspace(RUNTIME_BYTES, activations, num_graphs * GRAPH_BYTES, collectives)
+    return Workspace(RUNTIME_BYTES, activations, len(graph_sizes(num_seqs)) * GRAPH_BYTES, collectives)

@@ -38,11 +38,11 @@ class Reference(AttentionBackend):
         group = query.shape[1] // key.shape[1]
         out = torch.empty_like(query)
         token = 0
-        for sequence, (length, context) in enumerate(
-            zip(metadata.query_lens, metadata.context_lens, strict=True)
+        for sequence, (length, end) in enumerate(
+            zip(metadata.query_start.diff().tolist(), metadata.seq_lens.tolist(), strict=True)
         ):
             blocks = metadata.block_table[sequence].tolist()
-            for position in range(context, context + length):
+            for position in range(end - length, end):
                 first = 0 if window is None else max(0, position - window + 1)
                 seen = [divmod(p, block_size) for p in range(first, position + 1)]
                 keys = torch.stack([cache[blocks[b], 0, offset] for b, offset in seen]).float()

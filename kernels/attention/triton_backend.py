@@ -73,6 +73,7 @@ class TritonMetadata(AttentionMetadata):
 
 class Triton(AttentionBackend):
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

@@ -27,6 +27,7 @@ _GROUP = 8
 
 class Triton(GemmBackend):
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

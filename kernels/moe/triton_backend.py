@@ -59,6 +59,7 @@ def expert_tile(num_pairs: int, num_experts: int, element_bytes: int) -> Tile:
 
 class Triton(MoEBackend):
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

@@ -27,6 +27,7 @@ class Triton(PointwiseBackend):
     """Keeps where segments start, on the device."""
 
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

@@ -55,6 +55,7 @@ class TritonMetadata(SSMMetadata):
 
 class Triton(SSMBackend):
     name = "triton"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

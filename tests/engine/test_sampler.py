@@ -28,7 +28,9 @@ def make_sampling(rows: int, **columns: object) -> SamplingInput:
 
 
 def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
-    return sampler.sample(logits, sampling, TorchNative())
+    draws = sampler.prepare(sampling, torch.from_numpy, torch.from_numpy)
+    token_ids, scores = sampler.sample(logits, draws, TorchNative())
+    return token_ids, None if scores is None else scores.output()
 
 
 def make_logits(rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -209,6 +211,6 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
 
 
 def test_logprobs_of_no_top_tokens() -> None:
-    scored = logprobs(make_logits(2), torch.tensor([4, 5]), 0, [0, 1])
+    scored = logprobs(make_logits(2), torch.tensor([4, 5]), 0, [0, 1]).output()
     assert scored.top_ids == [[], []]
     assert scored.at(1, 5, 0).token_ids == [5]

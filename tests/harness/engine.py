@@ -24,6 +24,7 @@ from hybridserve.core.slabs import SlabKind
 from hybridserve.core.step import ScheduledSequence
 from hybridserve.engine.core import EngineCore
 from hybridserve.engine.executor import Executor
+from hybridserve.engine.graph_plan import plan_graphs
 from hybridserve.engine.messages import EngineRequest, SequenceOutput
 from hybridserve.engine.planner import make_plan
 from hybridserve.engine.worker import Worker
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hybridserve.core.prefix_index import Checkpoint
     from hybridserve.core.slabs import UnitPool
     from hybridserve.core.step import ScheduledStep
+    from hybridserve.engine.graphs import Recorder
     from hybridserve.engine.input_builder import BuiltStep, StepInput
     from hybridserve.engine.model_runner import ModelRunner, StepOutput
     from hybridserve.kernels.lora.interface import LoraBatch
@@ -230,7 +232,7 @@ class Guarded:
 
     chunk: max_num_batched_tokens. row_order, slot_order: "forward", "reverse" or "shuffled".
     preempt_every: force a preemption of a random running sequence every so many steps. buckets: pad steps.
-    delay: steps planned ahead.
+    delay: steps planned ahead. recorder: records decode steps, as an engine on a GPU would.
     """
 
     def __init__(
@@ -246,6 +248,7 @@ class Guarded:
         row_order: str = "forward",
         slot_order: str = "forward",
         preempt_every: int | None = None,
+        recorder: Recorder | None = None,
         **options: Any,
     ) -> None:
         defaults = {
@@ -261,6 +264,8 @@ class Guarded:
         executor = GuardedExecutor(
             worker.runner, delay=delay, poison=poison, checksum=checksum, worker=worker
         )
+        if recorder is not None:
+            worker.runner.record_graphs(plan_graphs(config, plan.layout, plan.max_model_len, None), recorder)
         core = EngineCore.create(config, plan, path, buckets=buckets, executor=executor)
         self._guard(core, executor, row_order, slot_order, preempt_every)
 

@@ -1,0 +1,58 @@
+"""Recorded decode steps: their own recipes, each with its faults, and all other recipes over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hybridserve.core.slabs import IntegrityError
+from tests.graph_mutations import GRAPH_MUTATIONS
+from tests.harness.recorder import GraphGuarded, bounded  # noqa: F401 - a fixture
+from tests.invariance import graph_recipes, recipes
+from tests.invariance.test_recipes import RECIPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.harness.engine import Oracle
+
+pytestmark = pytest.mark.usefixtures("bounded")
+
+
+@pytest.mark.parametrize("name", GRAPH_MUTATIONS)
+def test_graph_recipe(name: str, t_model: Path, oracle: Oracle) -> None:
+    getattr(graph_recipes, name)(t_model, oracle)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [(name, mutate) for name, mutations in GRAPH_MUTATIONS.items() for mutate in mutations],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_graph_recipe_sees_its_fault(
+    name: str,
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    t_model: Path,
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError)):
+        getattr(graph_recipes, name)(t_model, oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), recipes.fork_n], ids=lambda recipe: recipe.__name__)
+def test_every_recipe_over_recorded_steps(
+    recipe: Callable[[Path, Oracle], None], t_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[GraphGuarded] = []
+
+    def made(*arguments: object, **options: object) -> GraphGuarded:
+        engines.append(GraphGuarded(*arguments, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    monkeypatch.setattr(recipes, "Guarded", made)
+    recipe(t_model, oracle)
