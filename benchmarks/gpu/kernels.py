@@ -87,14 +87,15 @@ def time_case(
 
 
 def all_cases(shape: Shape, device: str, *, dry: bool) -> Iterator[Make]:
-    decodes, context, prompt = ((2,), 20, 9) if dry else (DECODES, CONTEXT, PROMPT)
+    decodes, context, prompt = ((2,), 20, 5) if dry else (DECODES, CONTEXT, PROMPT)
+    num_rows = decodes if dry else (*DECODES, PROMPT)
     yield from attention_cases(shape, device, decodes, context, prompt)
     yield from recurrent_cases(shape, device, decodes, prompt, dry=dry)
-    yield from projection_cases(shape, device, (*decodes, prompt))
+    yield from projection_cases(shape, device, num_rows)
     if shape.experts > 1:
-        yield from expert_cases(shape, device, (*decodes, prompt))
+        yield from expert_cases(shape, device, num_rows)
     yield from adapter_cases(shape, device, decodes)
-    yield from row_cases(shape, device, (decodes[-1], prompt))
+    yield from row_cases(shape, device, num_rows[-2:])
 
 
 def attention_cases(
@@ -116,7 +117,7 @@ def recurrent_cases(
     shape: Shape, device: str, decodes: tuple[int, ...], prompt: int, *, dry: bool
 ) -> Iterator[Make]:
     batches = {f"decode {n}": [1] * n for n in decodes}
-    batches |= {f"prompt of {prompt}": [prompt], f"prompts 8 x {prompt // 8}": [max(1, prompt // 8)] * 8}
+    batches |= {f"prompt of {prompt}": [prompt], f"prompts 4 x {prompt // 4}": [prompt // 4] * 4}
     heads, model = ((2, 8, 1, 16), "tiny") if dry else (BAMBA_HEADS, "bamba-9b")
     for batch, lens in batches.items():
         few = [min(length, 5) for length in lens[:2]]

@@ -29,7 +29,7 @@ LENGTHS = [(20, 1), (0, 5), (7, 2)] if DRY else [(1300, 1), (0, 70), (33, 5), (5
 LENS = [5, 1, 2] if DRY else [600, 1, 33, 5]
 """A sequence of several chunks, one token, a few."""
 
-ROWS = (1, 3) if DRY else (1, 17, 130)
+ROWS = (3,) if DRY else (1, 17, 130)
 """One tile of few rows, several, and a tile of many."""
 
 HEADS = (128, 64, 1, 128) if not DRY else (4, 8, 2, 16)
