@@ -12,51 +12,21 @@ from __future__ import annotations
 import random
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu import model, rates
 from benchmarks.gpu.records import Recorder, device_of, part_arguments
+from benchmarks.gpu.workload import DRY_PLAN, PLAN, Plan, rate
 from hybridserve import LLM, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 BFLOAT16 = "none"
 """The format of weights that are not quantized."""
 
 PHASES = ("schedule", "build", "forward", "sample", "update")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is run. `decoded`: tokens of the shorter and the longer outputs."""
-
-    batches: tuple[int, ...]
-    prompt: int
-    decoded: tuple[int, int]
-    prefills: tuple[int, ...]
-    adapted: int  # sequences of the batch that measures adapters
-    options: dict[str, Any]
-
-
-PLAN = Plan(
-    batches=(1, 8, 64, 256),
-    prompt=128,
-    decoded=(16, 80),
-    prefills=(128, 2048, 16383),
-    adapted=64,
-    options={"max_num_seqs": 256, "max_model_len": 16384, "memory_bytes": "24GiB"},
-)
-
-DRY_PLAN = Plan(
-    batches=(1, 4),
-    prompt=8,
-    decoded=(2, 4),
-    prefills=(8, 20),
-    adapted=4,
-    options={"max_num_seqs": 8, "max_model_len": 64, "memory_bytes": "32MiB"},
-)
 
 LEAST_SECONDS = 4.0
 """That a measurement may take."""
@@ -124,7 +94,9 @@ def started(path: Path, options: dict[str, Any], found: dict[str, Any]) -> LLM:
     return llm
 
 
-def generate(llm: LLM, prompts: list[list[int]], count: int, names: list[str | None] | None = None) -> float:
+def generate(
+    llm: LLM, prompts: list[list[int]], count: int, names: Sequence[str | None] | None = None
+) -> float:
     """Seconds. RuntimeError if there is not what was asked for."""
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     start = time.perf_counter()
@@ -140,7 +112,7 @@ def random_prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
     return [[rng.randrange(3, llm.plan.vocab_size) for _ in range(length)] for _ in range(batch)]
 
 
-def decode(llm: LLM, plan: Plan, batch: int, names: list[str | None] | None = None) -> dict[str, Any]:
+def decode(llm: LLM, plan: Plan, batch: int, names: Sequence[str | None] | None = None) -> dict[str, Any]:
     prompts = random_prompts(llm, batch, plan.prompt)
     short, long = plan.decoded
     generate(llm, prompts, short, names)  # tiles of this size are compiled, adapters are there
@@ -154,11 +126,6 @@ def decode(llm: LLM, plan: Plan, batch: int, names: list[str | None] | None = No
         "step_ms": 1000 * steps / (long - short),
         "phases": {phase: after[f"{phase}_seconds"] - before[f"{phase}_seconds"] for phase in PHASES},
     }
-
-
-def rate(count: int, seconds: float) -> float | None:
-    """None where the difference of two times is noise."""
-    return count / seconds if seconds > 0 else None
 
 
 def roofline(

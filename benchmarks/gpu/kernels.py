@@ -17,7 +17,6 @@ from benchmarks.gpu.checks import assert_same, backend_of
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.records import Recorder, device_of, part_arguments
 from benchmarks.gpu.shapes import Shape, shapes
-from tests.harness.triton_interpreter import require_triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,6 +46,8 @@ def main() -> int:
     recorder = Recorder(arguments.records, arguments.seconds)
     device = device_of(arguments.dry)
     if arguments.dry:
+        from tests.harness.triton_interpreter import require_triton
+
         require_triton()
     clock = Clock(device)
     with torch.inference_mode():

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu import model
-from benchmarks.gpu.engine import DRY_PLAN, PLAN, rate
 from benchmarks.gpu.records import Recorder, device_of, part_arguments
+from benchmarks.gpu.workload import DRY_PLAN, PLAN, rate
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.engine import Plan
+    from pathlib import Path
+
+    from benchmarks.gpu.workload import Plan
 
 BATCHES = (1, 8, 64)
 
@@ -49,7 +51,7 @@ def main() -> int:
     return recorder.exit_status()
 
 
-def load(path: Any, device: str) -> Any:
+def load(path: Path, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
