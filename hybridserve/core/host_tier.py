@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hybridserve.core.cache_spec import CacheLayout
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
     from hybridserve.core.request import Request
 
 OWNER = "#prefix cache"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from hybridserve.core.eviction import priority
 from hybridserve.core.host_tier import OWNER
 from hybridserve.core.prefix_host import PrefixHost
-from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_index import PrefixIndex
 from hybridserve.core.prefix_misses import Miss, PrefixMisses
+from hybridserve.core.prefix_nodes import Cause, Checkpoint, Node
 from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
 from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.slabs import IntegrityError

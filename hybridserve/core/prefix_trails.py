@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridserve.core.prefix_index import Cause, Node
+from hybridserve.core.prefix_nodes import Cause, Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

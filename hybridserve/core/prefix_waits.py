@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from hybridserve.core.prefix_index import Cause, Node
+from hybridserve.core.prefix_nodes import Cause, Node
 from hybridserve.core.prefix_trails import Cut, Trail
 from hybridserve.core.slabs import IntegrityError
 

@@ -17,7 +17,7 @@ from tests.harness.scripted import ScriptedEngine, toy_layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
 
 
 def engine(num_slabs: int = 40, depth: int = 1, *, kind: str = "hybrid", **limits: Any) -> ScriptedEngine:

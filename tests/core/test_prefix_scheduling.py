@@ -9,13 +9,15 @@ import pytest
 
 from hybridserve.core import prefix_index, prefix_waits
 from hybridserve.core.prefix_cache import MAX_CHECKPOINTS, PrefixCache
-from hybridserve.core.prefix_index import Node, PrefixIndex
+from hybridserve.core.prefix_index import PrefixIndex
 from hybridserve.core.request import RequestStatus
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
 from tests.harness.scripted import ScriptedEngine, toy_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from hybridserve.core.prefix_nodes import Node
 
 
 def engine(num_slabs: int = 60, depth: int = 1, *, kind: str = "hybrid", **limits: Any) -> ScriptedEngine:

@@ -19,7 +19,7 @@ from tests.harness.engine import Guarded, make_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
     from tests.harness.engine import Oracle
 
 BLOCK = 4
