@@ -1,5 +1,5 @@
-"""What the tree of prefixes is made of: nodes, and the checkpoints that hang there. Knows what must hold between
-a node and those next to it; does not know what of it may go.
+"""What the tree of prefixes is made of: nodes, and the checkpoints that hang there. Knows what must hold
+between a node and those next to it; does not know what of it may go.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Node:
         return self.checkpoint is not None and self.checkpoint.is_hosted
 
     def check_integrity(self, *, has_blocks: bool) -> None:
-        """Raise IntegrityError unless its counts are those of its children. `has_blocks`: whether there are layers
-        with K and V."""
+        """Raise IntegrityError unless its counts are those of its children. `has_blocks`: whether there are
+        layers with K and V."""
         children = self.children.values()
         if self.num_filled != sum(child.block > 0 for child in children):
             raise IntegrityError("a node has miscounted its children")
