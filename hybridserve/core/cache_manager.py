@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.compaction import CompactionCounters, Renaming
     from hybridserve.core.plan import StepPlan
-    from hybridserve.core.prefix_cache import PrefixCounters
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
     from hybridserve.core.step import UnitCopies

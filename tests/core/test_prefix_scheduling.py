@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridserve.core import prefix_index, prefix_waits
-from hybridserve.core.prefix_cache import MAX_CHECKPOINTS, PrefixCache
 from hybridserve.core.prefix_index import PrefixIndex
+from hybridserve.core.prefix_writes import MAX_CHECKPOINTS
 from hybridserve.core.request import RequestStatus
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
 from tests.harness.scripted import ScriptedEngine, toy_layout
@@ -17,6 +17,7 @@ from tests.harness.scripted import ScriptedEngine, toy_layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hybridserve.core.prefix_cache import PrefixCache
     from hybridserve.core.prefix_nodes import Node
 
 

@@ -94,7 +94,7 @@ def drop_checkpoints(engine: Guarded, above: int = 0) -> int:
     prefix = engine.core.scheduler.cache.prefix
     nodes = [node for node in index_nodes(engine) if node.checkpoint and node.num_tokens > above]
     for node in nodes:
-        prefix._drop(node)
+        prefix.drop(node)
     return len(nodes)
 
 
