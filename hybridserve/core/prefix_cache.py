@@ -144,7 +144,8 @@ class PrefixCache(PrefixStore):
         self.index.clock += 1
         self._count(trail, match)
         first = match.num_tokens // self._size
-        trail.first_own = first
+        # what it finds after a preemption may be its own
+        trail.first_own = min(first, trail.first_own) if request.num_preemptions else first
         trail.turn_from = request.num_tokens
         self._writes.brought_in(trail, match)
         if not request.num_preemptions:  # nobody waits behind one that was preempted
