@@ -97,10 +97,12 @@ class PrefixStore:
                 self.index.hold(checkpoint, match.node)
 
     def let_go(self, match: Match) -> None:
+        """There was no room: nothing begins with it."""
         self.free(match.blocks)
         self.have_read(match)
 
     def have_read(self, match: Match) -> None:
+        """The step that copied from it has finished."""
         self.hosted.let_blocks_go(match.hosted)
         if match.node is not None and (checkpoint := match.node.checkpoint) is not None:
             if checkpoint.is_hosted:
@@ -148,6 +150,7 @@ class PrefixStore:
         return True
 
     def evict_checkpoint_of(self, node: Node) -> None:
+        """Its slot is free afterwards."""
         if not self._keep_checkpoint(node):
             self.counters.num_vanished_checkpoints += 1
             if not self._has_blocks:  # with it goes all that is kept of the prefix
@@ -166,6 +169,7 @@ class PrefixStore:
         self._host.clear()
 
     def drop(self, node: Node) -> None:
+        """The checkpoint there, which nobody reads, is not worth its memory."""
         self._free_checkpoint(self.index.take_down(node))
 
     def replace(self, node: Node) -> None:
