@@ -100,8 +100,13 @@ BAMBA_SHAPE = {
     "num_key_value_heads": 8,
     "num_experts": 1,
     "vocab_size": 128000,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 256,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
 }
-"""Its attention, norms and projections."""
+"""As transformers has it by default."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,7 @@ class Model:
         self.num_experts = shape["num_experts"]
         self.vocab_size = shape["vocab_size"]
         self.mamba = None
+        self.shape = shape
         if "mamba_dt_rank" in shape:
             self.channels = shape["mamba_expand"] * self.hidden // case.ranks
             self.mamba = (shape["mamba_dt_rank"], shape["mamba_d_state"], shape["mamba_d_conv"])
@@ -265,6 +271,8 @@ class Model:
         self._projections(total)
         if self.mamba is not None:
             self._mamba(lens)
+        if "mamba_n_heads" in self.shape:
+            self._mamba2(lens)
         if self.num_experts > 1:
             self._experts(total)
         self._adapters(lens)
@@ -319,6 +327,26 @@ class Model:
         A, D = empty(channels, num_states, dtype=torch.float32), empty(channels, dtype=torch.float32)
         state = state.unflatten(1, (channels, num_states))
         backend.selective_scan(u, self.values(total, channels), A, B, C, D, z, D, state, metadata)
+
+    def _mamba2(self, lens: Sequence[int]) -> None:
+        backend, count, total = ssm.Triton(), len(lens), sum(lens)
+        heads, size, states, groups, width = (
+            self.shape[f"mamba_{name}"] for name in ("n_heads", "d_head", "d_state", "n_groups", "d_conv")
+        )
+        inner, shared = heads * size, groups * states
+        metadata = backend.prepare(
+            SSMMetadata(empty(count + 1), empty(count), empty(count, dtype=torch.bool), list(lens))
+        )
+        z, xBC, dt = self.values(total, 2 * inner + 2 * shared + heads).split(
+            [inner, inner + 2 * shared, heads], 1
+        )
+        conv = self.values(40, 9, inner + 2 * shared, width - 1)[:, 3]
+        xBC = backend.causal_conv1d(xBC, self.values(inner + 2 * shared, width), None, conv, metadata)
+        x, B, C = xBC.split([inner, shared, shared], 1)
+        B, C = (part.unflatten(1, (groups, states)) for part in (B, C))
+        x, z = (part.unflatten(1, (heads, size)) for part in (x, z))
+        A, state = empty(heads, dtype=torch.float32), empty(40, 9, heads, size, states, dtype=torch.float32)
+        backend.ssd_scan(x, dt, A, B, C, A, z, A, state[:, 3], metadata)
 
     def _experts(self, total: int) -> None:
         backend, experts = moe.Triton(), self.num_experts

@@ -8,14 +8,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridserve.core.fair_queue import winner
 from hybridserve.core.slabs import IntegrityError
+from hybridserve.core.turns import winner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from hybridserve.core.adapter_slots import AdapterLoad, AdapterSlots
-    from hybridserve.core.fair_queue import FairQueue, Lane, Share
+    from hybridserve.core.fair_queue import FairQueue
+    from hybridserve.core.turns import Lane, Share
 
 
 QUANTUM_STEPS = 32

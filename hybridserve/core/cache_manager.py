@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.block_pool import BlockPool
 from hybridserve.core.compaction import Compactor
-from hybridserve.core.host_tier import OWNER, HostTier
+from hybridserve.core.host_tier import OWNER, Held, HostTier
 from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.slabs import IntegrityError, SlabAllocator
 from hybridserve.core.slot_pool import SlotPool
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.compaction import CompactionCounters, Renaming
     from hybridserve.core.plan import StepPlan
-    from hybridserve.core.prefix_cache import PrefixCounters
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.prefix_trails import Match
     from hybridserve.core.request import Request
     from hybridserve.core.step import UnitCopies
@@ -55,14 +55,6 @@ class CacheUsage(NamedTuple):
     def utilisation(self) -> float:
         """The share that sequences hold: the rest can be had."""
         return self.num_live_bytes / self.num_usable_bytes
-
-
-class _Deferred(NamedTuple):
-    """Memory of a sequence that is gone but that a step in flight may still write."""
-
-    blocks: tuple[int, ...]
-    slot: int
-    owner: str
 
 
 class CacheManager:
@@ -103,7 +95,7 @@ class CacheManager:
         )
         self.compactor = Compactor(layout, self.blocks, self.slots, compaction_counters)
         self.finished_step = -1
-        self._deferred: dict[int, list[_Deferred]] = {}
+        self._deferred: dict[int, list[Held]] = {}  # by the step that may still write it
         self._holders: dict[Request, None] = {}  # requests that have memory
         self._plan: StepPlan | None = None
         self._moved: dict[str, None] = {}
@@ -117,10 +109,14 @@ class CacheManager:
 
     def fits(self, num_blocks: int, num_slots: int) -> bool:
         """Whether so many units could be handed out now, together."""
+        return self._num_missing(num_blocks, num_slots) <= 0
+
+    def _num_missing(self, num_blocks: int, num_slots: int) -> int:
+        """Slabs that would have to be emptied before so many units could be handed out."""
         slabs = self.blocks.slabs_needed(num_blocks)
         if self.layout.slots_per_slab:
             slabs += self.slots.slabs_needed(num_slots)
-        return slabs <= self.slabs.num_free
+        return slabs - self.slabs.num_free
 
     def make_room(self, num_blocks: int, num_slots: int) -> bool:
         """`fits`, after evicting as little as that takes, and moving what is left together; nothing is lost
@@ -152,9 +148,7 @@ class CacheManager:
 
     def _compact(self, num_blocks: int, num_slots: int) -> bool:
         """Empty the slabs that are missing, which is possible, and tell whoever holds something of them."""
-        missing = self.blocks.slabs_needed(num_blocks) - self.slabs.num_free
-        if self.layout.slots_per_slab:
-            missing += self.slots.slabs_needed(num_slots)
+        missing = self._num_missing(num_blocks, num_slots)
         renaming = self.compactor.empty_slabs(missing, num_blocks, num_slots)
         if renaming.blocks or renaming.slots:
             self._rename(renaming)
@@ -168,7 +162,7 @@ class CacheManager:
                 self._moved[request.id] = None
         for group in self._deferred.values():
             group[:] = [
-                _Deferred(renaming.of_blocks(blocks), renaming.of_slot(slot), owner)
+                Held(renaming.of_blocks(blocks), renaming.of_slot(slot), owner)
                 for blocks, slot, owner in group
             ]
         self.prefix.rename(renaming)
@@ -203,15 +197,13 @@ class CacheManager:
             prefix.begin(request, match, plan)
         return True
 
-    def swap_out(self, request: Request) -> int:
-        """Plan to copy what `request` has computed to the host's memory, before it is released: the bytes of
-        it; 0 where there is no room."""
+    def swap_out(self, request: Request) -> bool:
+        """Plan to copy what `request` has computed to the host's memory, before it is released; False where
+        there is no room."""
         blocks = request.block_ids[: self.layout.blocks_for(request.num_computed)]
         slot = request.state_slot
         sources = [self.blocks.origin(block) for block in blocks]
-        if not self.host.swap_out(request, sources, slot and self.slots.origin(slot)):
-            return 0
-        return self.swapped_bytes(request)
+        return self.host.swap_out(request, sources, slot and self.slots.origin(slot))
 
     def swapped_bytes(self, request: Request) -> int:
         """K and V of what `request` has computed, and its state."""
@@ -247,7 +239,7 @@ class CacheManager:
         if not request.block_ids and not request.state_slot:
             return
         del self._holders[request]
-        held = _Deferred(request.block_ids, request.state_slot, request.id)
+        held = Held(request.block_ids, request.state_slot, request.id)
         request.block_ids, request.state_slot, request.write_from = (), 0, 0
         if request.last_step > self.finished_step:
             self._deferred.setdefault(request.last_step, []).append(held)
@@ -279,7 +271,7 @@ class CacheManager:
             for held in self._deferred.pop(step):
                 self._free(held)
 
-    def _free(self, held: _Deferred) -> None:
+    def _free(self, held: Held) -> None:
         self.prefix.free(held.blocks)
         if held.slot:
             self.slots.free(held.slot, held.owner)
@@ -359,7 +351,7 @@ class CacheManager:
         references: Counter[int] = Counter()
         owners: dict[int, str] = {}
         requests = list(requests)
-        held = [_Deferred(request.block_ids, request.state_slot, request.id) for request in requests]
+        held = [Held(request.block_ids, request.state_slot, request.id) for request in requests]
         for blocks, slot, owner in held + [entry for group in self._deferred.values() for entry in group]:
             references.update(blocks)
             if slot:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hybridserve.core.cache_spec import CacheLayout
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
     from hybridserve.core.request import Request
 
 OWNER = "#prefix cache"
@@ -26,8 +26,8 @@ MAX_KEPT_BYTES = 64 << 20
 """Of evicted prefixes that one step copies here, give or take a unit: a few milliseconds on any machine."""
 
 
-class _Held(NamedTuple):
-    """What a step swaps in from, of a sequence that has it no more."""
+class Held(NamedTuple):
+    """Memory, of either tier, that a sequence has given up and that a step in flight may still use."""
 
     blocks: tuple[int, ...]
     slot: int
@@ -83,7 +83,7 @@ class HostTier:
         self._offered: dict[tuple[SlabKind, int], Node] = {}  # the oldest first
         self._swaps_out: dict[SlabKind, dict[int, int]] = {SlabKind.KV: {}, SlabKind.STATE: {}}
         self._num_kept_bytes = 0  # since the last step was frozen
-        self._reading: dict[int, list[_Held]] = {}
+        self._reading: dict[int, list[Held]] = {}
 
     # ---- room
 
@@ -123,7 +123,7 @@ class HostTier:
         """Take back what a request holds: at once, or when step `step_id`, which swaps it in, is done."""
         if not request.host_block_ids and not request.host_slot:
             return
-        held = _Held(request.host_block_ids, request.host_slot, request.id)
+        held = Held(request.host_block_ids, request.host_slot, request.id)
         request.host_block_ids, request.host_slot = (), 0
         self.num_sequences -= 1
         if step_id is None:
@@ -137,7 +137,7 @@ class HostTier:
             for held in self._reading.pop(step):
                 self._free(held)
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: Held) -> None:
         for block in held.blocks:
             self._fixed[SlabKind.KV].remove(block)
             self._swaps_out[SlabKind.KV].pop(block, None)
@@ -231,7 +231,7 @@ class HostTier:
     ) -> None:
         """Raise IntegrityError unless `requests`, the tree (its nodes by block and slot) and steps in flight
         hold exactly what the pools gave out."""
-        held = [_Held(one.host_block_ids, one.host_slot, one.id) for one in requests]
+        held = [Held(one.host_block_ids, one.host_slot, one.id) for one in requests]
         if self.num_sequences != sum(one.blocks != () or one.slot > 0 for one in held):
             raise IntegrityError("sequences in the host's memory were miscounted")
         held += [one for group in self._reading.values() for one in group]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridserve.core.compaction import rename_copies
-from hybridserve.core.step import NO_COPIES, ScheduledSequence, ScheduledStep, UnitCopies
+from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,9 +80,9 @@ class StepPlan:
         finished: Iterable[str],
         generation: Callable[[int], int],
         *,
-        swaps_out: UnitCopies = NO_COPIES,
-        moves: UnitCopies = NO_COPIES,
-        moved: Iterable[str] = (),
+        swaps_out: UnitCopies,
+        moves: UnitCopies,
+        moved: Iterable[str],
     ) -> ScheduledStep:
         return ScheduledStep(
             step_id=self.step_id,

@@ -1,91 +1,41 @@
-"""What is kept of sequences for others that begin alike: when it may be used, and what steps add to it. Knows
-requests, blocks and slots; does not know budgets, queues or what makes room.
+"""What a request can begin with of what others have computed, and when. Knows requests and their trails;
+does not know budgets, queues or what makes room.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hybridserve.core.eviction import priority
-from hybridserve.core.host_tier import OWNER
-from hybridserve.core.prefix_host import PrefixHost
-from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
-from hybridserve.core.prefix_misses import Miss, PrefixMisses
-from hybridserve.core.prefix_trails import Match, Trail, block_key, plan_cuts
+from hybridserve.core.prefix_misses import PrefixMisses
+from hybridserve.core.prefix_store import PrefixStore
+from hybridserve.core.prefix_trails import Match, Trail, plan_cuts
 from hybridserve.core.prefix_waits import PrefixWaits
+from hybridserve.core.prefix_writes import MAX_CHECKPOINTS, PrefixWrites
 from hybridserve.core.slabs import IntegrityError
 from hybridserve.core.step import UnitCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.compaction import Renaming
     from hybridserve.core.host_tier import HostTier
     from hybridserve.core.plan import StepPlan
+    from hybridserve.core.prefix_nodes import Checkpoint, Node
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.request import Request
     from hybridserve.core.slot_pool import SlotPool
 
-MAX_CHECKPOINTS = 8
-"""On one path."""
+
+def _in_arena(path: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes at the beginning of a path whose K and V can be shared."""
+    return tuple(itertools.takewhile(lambda node: node.block, path))
 
 
-@dataclass(slots=True)
-class PrefixCounters:
-    num_hits: int = 0
-    hit_tokens: dict[str, int] = field(
-        default_factory=lambda: {**dict.fromkeys([str(cause) for cause in Cause], 0), "blocks": 0}
-    )
-    """Prompt tokens that were not computed, by why the checkpoint was where they end; "blocks": there was no
-    need of one."""
-    missed_tokens: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys([str(miss) for miss in Miss], 0)
-    )
-    """Prompt tokens that were computed, by why they had to be: with the others, all that were queried."""
-    num_queried_tokens: int = 0
-    """Prompt tokens of all that were admitted."""
-    num_resumed_tokens: int = 0
-    """Tokens that sequences did not compute again after a preemption."""
-    num_unreached_tokens: int = 0
-    """Prompt tokens that were computed though K and V were there: no checkpoint."""
-    num_checkpoints: int = 0
-    num_skipped_checkpoints: int = 0
-    """For want of memory."""
-    num_evicted_blocks: int = 0
-    num_evicted_checkpoints: int = 0
-    num_replaced_checkpoints: int = 0
-    """Of sequences that generate, by newer ones of their own."""
-    num_spilled_blocks: int = 0
-    """Of those evicted, what went to the host's memory."""
-    num_spilled_checkpoints: int = 0
-    num_found_blocks: int = 0
-    """That were matched in the host's memory and copied back."""
-    num_found_checkpoints: int = 0
-    num_vanished_blocks: int = 0
-    """That were worth keeping, and for which the host's memory had no room, or has none any more."""
-    num_vanished_checkpoints: int = 0
-    num_waits: int = 0
-    num_waits_given_up: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """What a step in flight adds to the tree."""
-
-    trail: Trail
-    start: int
-    end: int
-    first_block: int
-    blocks: tuple[int, ...]
-    cause: Cause | None
-    checkpoint: Checkpoint | None = None
-
-
-class PrefixCache:
-    """Holds references to blocks and owns slots, as sequences do; `evict` gives them back.
+class PrefixCache(PrefixStore):
+    """The store of prefixes as requests and steps use it.
 
     A request is `open`ed when it comes and `close`d when it ends. `match` says what it can begin with, `wait`
     whether it should rather wait; `begin` when it starts, `computed` whenever a step computes some of it,
@@ -104,22 +54,14 @@ class PrefixCache:
         checkpoint_interval: int,
         counters: PrefixCounters | None = None,
     ) -> None:
-        self.index = PrefixIndex(layout)
-        self.counters = counters or PrefixCounters()
-        self.hosted = PrefixHost(self.index, blocks, slots, host, self.counters)
+        super().__init__(layout, blocks, slots, host, counters)
         self._enabled = enabled
         self._interval = checkpoint_interval
-        self._layout = layout
         self._size = layout.block_size
-        self._has_blocks, self._has_slots = layout.blocks_per_slab > 0, layout.slots_per_slab > 0
-        self._blocks = blocks
-        self._slots = slots
-        self._host = host
         self._trails: dict[str, Trail] = {}
-        self._planned: list[_Pending] = []
-        self._pending: dict[int, list[_Pending]] = {}
-        self._reading: dict[int, list[Match]] = {}
-        self._waits = PrefixWaits(self._size, has_slots=self._has_slots)
+        self._reading: dict[int, list[Match]] = {}  # by the step that copies from it
+        self._waits = PrefixWaits(self.counters, has_slots=self._has_slots)
+        self._writes = PrefixWrites(layout, blocks, slots, self, self._waits)
         self._misses = PrefixMisses(
             self.index.evicted, self._waits, size=self._size, has_blocks=self._has_blocks
         )
@@ -128,9 +70,8 @@ class PrefixCache:
 
     def open(self, request: Request) -> None:
         if self._enabled:
-            trail = Trail(request, self.index.root(request.cache_salt))
-            self._trails[request.id] = trail
-            self._extend(trail, trail.limit(self._size))
+            trail = self._trails[request.id] = Trail(request, self.index, self._size)
+            trail.extend(trail.limit)
             self._waits.find(trail, 0)  # whoever computes it shall leave a state where they part
 
     def close(self, request: Request) -> None:
@@ -140,17 +81,7 @@ class PrefixCache:
         self._waits.stop(trail)
         self._waits.leave(trail)
         trail.is_open = False
-        self._leave_when_done(trail)
-
-    def _leave_when_done(self, trail: Trail) -> None:
-        if not trail.is_open and not trail.num_pending:
-            self.index.leave([trail.root, *trail.nodes])
-
-    def _extend(self, trail: Trail, num_blocks: int) -> None:
-        for place in range(len(trail.nodes), num_blocks):
-            parent = trail.nodes[-1] if place else trail.root
-            key = block_key(trail.request, place, self._size)
-            trail.nodes.append(self.index.child(parent, key, (place + 1) * self._size))
+        trail.leave_when_done()
 
     # ---- admission
 
@@ -160,8 +91,8 @@ class PrefixCache:
         trail = self._trails.get(request.id)
         if trail is None or request.params.prompt_logprobs is not None:
             return Match()
-        path = self._path(trail)
-        shared = self._in_arena(path)
+        path = trail.path()
+        shared = _in_arena(path)
         nodes = list(path)
         if self._has_blocks:
             del nodes[len(shared) :]
@@ -178,22 +109,8 @@ class PrefixCache:
         trail = self._trails.get(request.id)
         if trail is None:
             return Match(request.num_computed)
-        path = self._path(trail)[: request.num_computed // self._size]
-        return Match(request.num_computed, self._in_arena(path))
-
-    def _path(self, trail: Trail) -> list[Node]:
-        """The nodes that a waiting request could begin after, as others find them."""
-        void = next((place for place, node in enumerate(trail.nodes) if node.is_void), None)
-        if void is not None:
-            self.index.leave(trail.nodes[void:])
-            del trail.nodes[void:]
-        limit = trail.limit(self._size)
-        self._extend(trail, limit)
-        return trail.nodes[:limit]
-
-    def _in_arena(self, path: Sequence[Node]) -> tuple[Node, ...]:
-        """The nodes at the beginning of a path whose K and V can be shared."""
-        return tuple(itertools.takewhile(lambda node: node.block, path))
+        path = trail.path()[: request.num_computed // self._size]
+        return Match(request.num_computed, _in_arena(path))
 
     def wait(self, request: Request, match: Match, step_id: int) -> bool:
         """Whether a running request is about to compute what this one needs next: then it is out of the queue
@@ -205,7 +122,6 @@ class PrefixCache:
         if node is None:
             return False
         self._waits.wait(trail, node, step_id)
-        self.counters.num_waits += 1
         return True
 
     def holds(self, request: Request) -> bool:
@@ -215,39 +131,7 @@ class PrefixCache:
 
     def take_woken(self, step_id: int) -> list[Request]:
         """Those that go on: what they waited for is there, or is not going to be, or it took too long."""
-        woken = self._waits.take_woken(step_id)
-        self.counters.num_waits_given_up += self._waits.take_given_up()
-        return woken
-
-    def hold(self, match: Match) -> None:
-        """Keep what was matched while room is made for the rest."""
-        for block in match.blocks:
-            if self._blocks.num_references(block) == 1:
-                self.index.pin(block)
-        self._blocks.share(match.blocks)
-        self.hosted.hold_blocks(match.hosted)
-        if match.node is not None and (checkpoint := match.node.checkpoint) is not None:
-            if checkpoint.is_hosted:
-                self.hosted.hold_checkpoint(checkpoint)
-            else:
-                self.index.hold(checkpoint, match.node)
-
-    def let_go(self, match: Match) -> None:
-        self.free(match.blocks)
-        self._have_read(match)
-
-    def _have_read(self, match: Match) -> None:
-        self.hosted.let_blocks_go(match.hosted)
-        if match.node is not None and (checkpoint := match.node.checkpoint) is not None:
-            if checkpoint.is_hosted:
-                self.hosted.let_checkpoint_go(checkpoint, match.node)
-            else:
-                self.index.let_go(checkpoint, match.node)
-
-    def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference, not of the cache's own, to each block."""
-        for block in self._blocks.free(blocks):
-            self.index.unpin(block)
+        return self._waits.take_woken(step_id)
 
     def begin(self, request: Request, match: Match, plan: StepPlan) -> None:
         """A request starts in the step that is planned with what `hold` has kept for it, blocks of its own
@@ -260,11 +144,12 @@ class PrefixCache:
         self.index.clock += 1
         self._count(trail, match)
         first = match.num_tokens // self._size
-        trail.first_own = first
+        # what it finds after a preemption may be its own
+        trail.first_own = min(first, trail.first_own) if request.num_preemptions else first
         trail.turn_from = request.num_tokens
-        self._bring_in(trail, match)
+        self._writes.brought_in(trail, match)
         if not request.num_preemptions:  # nobody waits behind one that was preempted
-            self._waits.announce(trail, trail.nodes[first : trail.limit(self._size)])
+            self._waits.announce(trail, trail.nodes[first : trail.limit])
         self._plan_cuts(trail, match)
         if match.node is None:
             return
@@ -278,7 +163,7 @@ class PrefixCache:
         checkpoint = match.node.checkpoint
         if checkpoint is None:
             return
-        self._check(checkpoint, match.num_tokens)
+        self.check(checkpoint, match.num_tokens)
         copy = UnitCopy(checkpoint.slot, request.state_slot)
         if checkpoint.is_hosted:
             plan.state_swaps_in.append(copy)
@@ -292,25 +177,12 @@ class PrefixCache:
             return
         self.index.clock += 1
         trail.turn_from = request.num_tokens
-        self._bring_in(trail, match)
+        self._writes.brought_in(trail, match)
         self._plan_cuts(trail, match)
-
-    def _bring_in(self, trail: Trail, match: Match) -> None:
-        """The full blocks that a sequence has with the step that is planned are for others too, when it has
-        finished."""
-        first, end = len(match.shared), match.num_tokens // self._size
-        trail.num_noted = max(first, end)
-        if blocks := trail.request.block_ids[first:end]:
-            self._blocks.share(blocks)
-            trail.num_pending += 1
-            end *= self._size
-            self._planned.append(_Pending(trail, end, end, first, blocks, None))
 
     def _plan_cuts(self, trail: Trail, match: Match) -> None:
         if self._has_slots:
-            cuts = plan_cuts(
-                trail, match, size=self._size, interval=self._interval, has_blocks=self._has_blocks
-            )
+            cuts = plan_cuts(trail, match, interval=self._interval, has_blocks=self._has_blocks)
             self._waits.set_cuts(trail, cuts)
 
     def _count(self, trail: Trail, match: Match) -> None:
@@ -328,126 +200,23 @@ class PrefixCache:
             counters.num_hits += 1
             counters.hit_tokens[checkpoint.cause if checkpoint else "blocks"] += match.num_tokens
 
-    def _check(self, checkpoint: Checkpoint, num_tokens: int) -> None:
-        """That a copy of it would be the state after these tokens (D13)."""
-        pool = self.hosted if checkpoint.is_hosted else self._slots
-        if checkpoint.num_tokens != num_tokens or checkpoint.generation != pool.generation(checkpoint.slot):
-            raise IntegrityError(f"the checkpoint in slot {checkpoint.slot} is not what it was")
-
     # ---- steps
 
     def computed(self, request: Request, start: int) -> None:
         """The step that is being planned computes tokens from `start` to `num_computed`, at whose end another
         block is full."""
-        trail = self._trails.get(request.id)
-        if trail is None:
-            return
-        end = request.num_computed
-        num_full, first = end // self._size, trail.num_noted
-        blocks = request.block_ids[first:num_full]
-        self._blocks.share(blocks)
-        trail.num_noted = max(first, num_full)
-        trail.num_pending += 1
-        cause = self._waits.take_cut(trail, end)
-        if cause is None and self._has_slots and end >= trail.turn_from and not end % self._size:
-            cause = Cause.TURN
-        self._planned.append(_Pending(trail, start, end, first, blocks, cause))
+        if (trail := self._trails.get(request.id)) is not None:
+            self._writes.computed(trail, start)
 
     def save(self, step_id: int, room: Callable[[], bool] | None) -> tuple[UnitCopy, ...]:
         """Step `step_id` is planned: the copies that it ends with. `room`: whether one more slot may be taken
         out of a free slab; None: no slot may be taken at all."""
-        planned, self._planned = self._planned, []
-        if not planned:
-            return ()
-        self._pending[step_id] = planned
-        saves = []
-        for pending in planned:
-            if pending.cause is None:
-                continue
-            slot = self._slot_for(pending, room) if room else 0
-            if not slot:
-                self.counters.num_skipped_checkpoints += 1
-                continue
-            generation = self._slots.generation(slot)
-            pending.checkpoint = Checkpoint(
-                pending.end, slot, generation, step_id, pending.cause, self.index.clock
-            )
-            saves.append(UnitCopy(pending.trail.request.state_slot, slot))
-        return tuple(saves)
-
-    def _slot_for(self, pending: _Pending, room: Callable[[], bool]) -> int:
-        """0 where there is none, or only for something that is worth more."""
-        if not self._slots.num_open and not room():
-            turn = pending.trail.turn
-            if turn is not None and self._is_superseded(turn) and not turn.has_hosted_checkpoint:
-                self._replace(turn)
-            elif (first := self.index.first_checkpoint) is not None:
-                if self.index.checkpoint_priority(first) >= self._priority(pending):
-                    return 0
-                self._evict_checkpoint(first)
-            if not self._slots.num_open:
-                return 0
-        return self._slots.allocate(OWNER) or 0
-
-    def _priority(self, pending: _Pending) -> tuple[bool, float]:
-        """Of a checkpoint that is to be taken."""
-        nodes = pending.trail.nodes[: pending.end // self._size - 1]
-        above = next((node.num_tokens for node in reversed(nodes) if node.checkpoint is not None), 0)
-        return priority(pending.end - above, self._layout.slot_stride, self.index.clock)
-
-    def _is_superseded(self, node: Node) -> bool:
-        """Whether a sequence's former end is of no more use to anybody else than the new one."""
-        checkpoint = node.checkpoint
-        return (
-            checkpoint is not None
-            and checkpoint.cause is Cause.TURN
-            and not checkpoint.num_hits
-            and not checkpoint.num_readers
-        )
+        return self._writes.save(step_id, room)
 
     def step_finished(self, step_id: int) -> None:
         for match in self._reading.pop(step_id, ()):
-            self._have_read(match)
-        for pending in self._pending.pop(step_id, ()):
-            self._publish(pending)
-
-    def _publish(self, pending: _Pending) -> None:
-        trail, first = pending.trail, pending.first_block
-        # the last token drawn of a sequence that has been aborted is never known
-        num_known = min(pending.end, trail.request.num_known) // self._size if trail.is_trusted else 0
-        self._extend(trail, num_known)
-        for place, block in enumerate(pending.blocks, start=first):
-            parent = trail.nodes[place - 1] if 0 < place <= len(trail.nodes) else trail.root
-            if place < num_known and not trail.nodes[place].block and (parent.block or not place):
-                held = self._blocks.num_references(block) > 1
-                self.index.fill(trail.nodes[place], block, is_held=held)
-                self.hosted.filled(trail.nodes[place])
-            else:  # somebody else was first
-                self._blocks.free([block])
-        if pending.checkpoint is not None:
-            self._publish_checkpoint(trail, pending.checkpoint, num_known)
-        self._waits.computed(trail, trail.nodes[pending.start // self._size : pending.end // self._size])
-        trail.num_pending -= 1
-        self._leave_when_done(trail)
-
-    def _publish_checkpoint(self, trail: Trail, checkpoint: Checkpoint, num_known: int) -> None:
-        place = checkpoint.num_tokens // self._size - 1
-        node = trail.nodes[place] if place < num_known else None
-        if node is None or node.checkpoint is not None or (self._has_blocks and not node.block):
-            self._slots.free(checkpoint.slot, OWNER)
-            return
-        self._check(checkpoint, node.num_tokens)
-        self.index.hang(node, checkpoint)
-        self.counters.num_checkpoints += 1
-        if checkpoint.cause is Cause.TURN:
-            if trail.turn is not None and self._is_superseded(trail.turn):
-                self._replace(trail.turn)
-            trail.turn = node
-        while len(path := self.index.checkpoints_around(node)) > MAX_CHECKPOINTS:
-            idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
-            # the newest saves few tokens, but the next turn begins there
-            older = [one for one in idle if one is not node]
-            self._drop(min(older or idle, key=self.index.checkpoint_priority))
+            self.have_read(match)
+        self._writes.publish(step_id)
 
     def stop(self, request: Request) -> None:
         """It loses its memory: it computes nothing any more that others could wait for."""
@@ -471,108 +240,38 @@ class PrefixCache:
             trail.num_noted = child.num_computed // self._size
             trail.turn_from = child.num_computed
 
-    # ---- memory
-
-    def evict_block(self) -> bool:
-        """Give back a block that nobody holds, with the checkpoint there; False where there is none."""
-        node = self.index.first_block
-        if node is None:
-            return False
-        is_kept = self.hosted.keep_block(node)
-        if not is_kept:
-            self.index.remember_evicted(node)
-        if is_kept and node.checkpoint is not None and not node.has_hosted_checkpoint:
-            self._keep_checkpoint(node)
-        block, checkpoint = self.index.take_block(node)
-        self._blocks.free([block])
-        self.counters.num_evicted_blocks += 1
-        if checkpoint is not None:
-            self.counters.num_vanished_checkpoints += 1
-            self._free_checkpoint(checkpoint)
-        return True
-
-    def evict_checkpoint(self) -> bool:
-        """Give back the slot of a checkpoint that nobody reads; False where there is none."""
-        node = self.index.first_checkpoint
-        if node is None:
-            return False
-        self._evict_checkpoint(node)
-        return True
-
-    def _evict_checkpoint(self, node: Node) -> None:
-        if not self._keep_checkpoint(node):
-            self.counters.num_vanished_checkpoints += 1
-            if not self._has_blocks:  # with it goes all that is kept of the prefix
-                self.index.remember_evicted(node)
-            self._drop(node)
-
-    def _keep_checkpoint(self, node: Node) -> bool:
-        is_kept = self.hosted.keep_checkpoint(node, OWNER)
-        self.counters.num_evicted_checkpoints += is_kept
-        return is_kept
-
-    def clear(self) -> None:
-        """Keep nothing but what sequences hold or steps in flight use."""
-        while self.evict_block() or self.evict_checkpoint():
-            pass
-        self._host.clear()
+    # ---- what it holds
 
     def rename(self, renaming: Renaming) -> None:
         """Units have moved."""
         self.index.rename_blocks(renaming.blocks)
-        for pending in self._all_pending():
-            pending.blocks = renaming.of_blocks(pending.blocks)
+        self._writes.rename_blocks(renaming)
         if not renaming.slots:
             return
-        for checkpoint in self._all_checkpoints():
+        for checkpoint in self._checkpoints():
             if checkpoint.slot in renaming.slots:
                 checkpoint.slot = renaming.slots[checkpoint.slot]
                 checkpoint.generation = self._slots.generation(checkpoint.slot)
 
-    def _drop(self, node: Node) -> None:
-        self._free_checkpoint(self.index.take_down(node))
-
-    def _replace(self, node: Node) -> None:
-        """A sequence's former end makes room for its new one."""
-        self._give_back(self.index.take_down(node))
-        self.counters.num_replaced_checkpoints += 1
-
-    def _free_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._give_back(checkpoint)
-        self.counters.num_evicted_checkpoints += 1
-
-    def _give_back(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.is_hosted:
-            self.hosted.drop_checkpoint(checkpoint)
-        else:
-            self._slots.free(checkpoint.slot, OWNER)
-
-    def _all_pending(self) -> Iterator[_Pending]:
-        yield from self._planned
-        for group in self._pending.values():
-            yield from group
+    def _checkpoints(self) -> list[Checkpoint]:
+        """In the arena, those that are being written too."""
+        kept = [checkpoint for checkpoint in self.index.checkpoints if not checkpoint.is_hosted]
+        return kept + self._writes.checkpoints
 
     @property
     def num_checkpoints(self) -> int:
         """In the arena, with those that are being written."""
-        return self.index.num_checkpoints + sum(one.checkpoint is not None for one in self._all_pending())
-
-    def _all_checkpoints(self) -> Iterator[Checkpoint]:
-        """In the arena, those that are being written too."""
-        yield from (checkpoint for checkpoint in self.index.checkpoints if not checkpoint.is_hosted)
-        for pending in self._all_pending():
-            if pending.checkpoint is not None:
-                yield pending.checkpoint
+        return self.index.num_checkpoints + len(self._writes.checkpoints)
 
     @property
     def slots(self) -> list[int]:
         """Of all checkpoints in the arena, those that are being written too."""
-        return [checkpoint.slot for checkpoint in self._all_checkpoints()]
+        return [checkpoint.slot for checkpoint in self._checkpoints()]
 
     @property
     def pending_blocks(self) -> list[int]:
         """Those that steps in flight, and the one that is planned, add to the tree."""
-        return [block for one in self._all_pending() for block in one.blocks]
+        return self._writes.blocks
 
     @property
     def block_references(self) -> list[int]:
@@ -580,12 +279,7 @@ class PrefixCache:
         return [*self.index.blocks, *self.pending_blocks]
 
     def check_integrity(self) -> None:
-        self.index.check_integrity()
-        for checkpoint in self.index.checkpoints:
-            self._check(checkpoint, checkpoint.num_tokens)
+        super().check_integrity()
         if self.index.max_checkpoints_on_a_path() > MAX_CHECKPOINTS:
             raise IntegrityError(f"more than {MAX_CHECKPOINTS} checkpoints on a path")
-        for block in self.index.blocks:
-            if self.index.is_pinned(block) != (self._blocks.num_references(block) > 1):
-                raise IntegrityError(f"block {block} counts as evictable, or not, against the facts")
         self._waits.check_integrity(self._trails.values())

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.host_tier import HostTier
-    from hybridserve.core.prefix_cache import PrefixCounters
-    from hybridserve.core.prefix_index import Checkpoint, Node, PrefixIndex
+    from hybridserve.core.prefix_index import PrefixIndex
+    from hybridserve.core.prefix_nodes import Checkpoint, Node
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.request import Request
     from hybridserve.core.slot_pool import SlotPool
 

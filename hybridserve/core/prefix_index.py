@@ -4,14 +4,13 @@ ids and counts of blocks and slots; does not own them, and does not know request
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridserve.core.eviction import priority
 from hybridserve.core.lazy_heap import LazyHeap
 from hybridserve.core.prefix_misses import EvictedPaths
+from hybridserve.core.prefix_nodes import Node
 from hybridserve.core.slabs import IntegrityError
 
 if TYPE_CHECKING:
@@ -19,87 +18,12 @@ if TYPE_CHECKING:
 
     from hybridserve.core.cache_spec import CacheLayout
     from hybridserve.core.eviction import Priority
-
-
-class Cause(enum.StrEnum):
-    """Why a checkpoint was taken where it is."""
-
-    PROMPT = "prompt"  # the last block boundary before the last token of a prompt
-    PARTING = "parting"  # where two requests part ways
-    INTERVAL = "interval"  # every so many tokens of a long prompt
-    TURN = "turn"  # the newest block boundary of a sequence that generates
-
-
-@dataclass(slots=True, eq=False)
-class Checkpoint:
-    """A copy of a sequence's state. Only what a step that has finished wrote hangs in the tree (D13)."""
-
-    num_tokens: int
-    """Tokens that it covers."""
-    slot: int
-    generation: int
-    """Of the slot, when it was written."""
-    step_id: int
-    """That wrote it."""
-    cause: Cause
-    last_used: int
-    num_hits: int = 0
-    num_readers: int = 0
-    """Steps in flight that copy from it."""
-    is_hosted: bool = False
-    """Whether its slot is one of the host's memory."""
-
-
-class Node:
-    """One full block of tokens after all those above it."""
-
-    __slots__ = (
-        "block",
-        "checkpoint",
-        "children",
-        "host_block",
-        "is_void",
-        "key",
-        "last_used",
-        "num_filled",
-        "num_host_readers",
-        "num_hosted",
-        "num_tokens",
-        "num_users",
-        "parent",
-        "path",
-        "pins",
-    )
-
-    def __init__(self, parent: Node | None, key: bytes, num_tokens: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.path: int = hash((parent.path, key)) if parent else 0  # tells it from others when it is gone
-        self.num_tokens = num_tokens  # up to its end
-        self.children: dict[bytes, Node] = {}
-        self.num_users = 0  # live requests whose tokens these are
-        self.block = 0
-        self.host_block = 0  # where K and V are in the host's memory; not both, unless a step reads it there
-        self.num_host_readers = 0  # steps in flight that do
-        self.num_hosted = 0  # 1 if the checkpoint is in the host's memory, and 1 for each child that has any
-        self.num_filled = 0  # children that have a block
-        self.pins = 0  # 1 if somebody else holds the block, and 1 for each child that has pins
-        self.last_used = 0
-        self.checkpoint: Checkpoint | None = None
-        self.is_void = False  # what hangs here is not to be used
-
-    @property
-    def is_bare(self) -> bool:
-        kept = self.block or self.host_block or self.checkpoint
-        return not (self.children or self.num_users or kept)
-
-    @property
-    def has_hosted_checkpoint(self) -> bool:
-        return self.checkpoint is not None and self.checkpoint.is_hosted
+    from hybridserve.core.prefix_nodes import Checkpoint
 
 
 class PrefixIndex:
-    """What hangs in it belongs to the one who hung it there, and who gets it back from `evict_*`.
+    """What hangs in it belongs to the one who hung it there, and who gets it back from `take_block` and
+    `take_down`; `first_block` and `first_checkpoint` are the next to go.
 
     Blocks are there for a path's whole beginning or not at all. A block is evictable while nobody else holds
     it or one below it; `pin` and `unpin` say so. A checkpoint is, while no step in flight reads it. Finding
@@ -121,10 +45,6 @@ class PrefixIndex:
         self.num_evictable_blocks = 0
         self.clock = 0
         """Admissions so far."""
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._by_block)
 
     @property
     def num_checkpoints(self) -> int:
@@ -428,44 +348,16 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless all counts are what the tree says. Costs O(nodes)."""
-        blocks: dict[int, Node] = {}
-        checkpointed: set[Node] = set()
-        leaves = num_evictable = 0
-        for node in self.nodes:
-            pinned = sum(child.pins > 0 for child in node.children.values())
-            if node.num_filled != sum(child.block > 0 for child in node.children.values()):
-                raise IntegrityError("a node has miscounted its children")
-            is_hosted = node.has_hosted_checkpoint
-            if node.num_hosted != is_hosted + sum(child.num_hosted > 0 for child in node.children.values()):
-                raise IntegrityError("a node has miscounted what is in the host's memory")
-            if node.num_host_readers and not node.host_block:
-                raise IntegrityError("a step copies K and V from where they are not")
-            if node.host_block and node.block and not node.num_host_readers:
-                raise IntegrityError("K and V are in two places")
-            if node.parent is None:
-                continue
-            if node.is_bare or node.parent.children.get(node.key) is not node:
-                raise IntegrityError("a node is left that nobody needs")
-            if node.num_users < sum(child.num_users for child in node.children.values()):
-                raise IntegrityError("a node has fewer users than the nodes below it")
-            if not pinned <= node.pins <= pinned + 1:
-                raise IntegrityError("a node is pinned more or less often than it should be")
-            if node.block:
-                blocks[node.block] = node
-                num_evictable += not node.pins
-                leaves += not node.pins and not node.num_filled
-                if node.parent.num_tokens and not node.parent.block:
-                    raise IntegrityError("a block without the one before it")
-            if node.checkpoint is not None:
-                checkpointed.add(node)
-                if node.checkpoint.num_tokens != node.num_tokens:
-                    raise IntegrityError("a checkpoint hangs where it does not belong")
-                if self._layout.blocks_per_slab and not node.block and not is_hosted:
-                    raise IntegrityError("a checkpoint without K and V")
-        if blocks != self._by_block or num_evictable != self.num_evictable_blocks:
+        nodes = list(self.nodes)
+        for node in nodes:
+            node.check_integrity(has_blocks=self._layout.blocks_per_slab > 0)
+        blocks = {node.block: node for node in nodes if node.block}
+        evictable = [node for node in blocks.values() if not node.pins]
+        if blocks != self._by_block or len(evictable) != self.num_evictable_blocks:
             raise IntegrityError("blocks of the tree were miscounted")
-        if leaves != len(self._leaves):
+        if sum(not node.num_filled for node in evictable) != len(self._leaves):
             raise IntegrityError("what is to be evicted next was miscounted")
+        checkpointed = {node for node in nodes if node.checkpoint is not None}
         idle = sum(not one.num_readers and not one.is_hosted for one in self.checkpoints)
         hosted = sum(one.is_hosted for one in self.checkpoints)
         if checkpointed != set(self._checkpointed) or idle != len(self._idle) or hosted != self._num_hosted:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
     from hybridserve.core.prefix_trails import Match, Trail
     from hybridserve.core.prefix_waits import PrefixWaits
 

@@ -9,11 +9,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridserve.core.prefix_index import Cause, Node
+from hybridserve.core.prefix_nodes import Cause, Node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hybridserve.core.prefix_index import PrefixIndex
     from hybridserve.core.request import Request
 
 MAX_PARTINGS = 2
@@ -56,7 +57,10 @@ class Trail:
     """A live request and the nodes of its tokens, as far as it has asked for them."""
 
     request: Request
-    root: Node
+    index: PrefixIndex
+    size: int
+    """Tokens of a block."""
+    root: Node = field(init=False)
     nodes: list[Node] = field(default_factory=list)
     first_own: int = 0
     """Nodes before it were there when it began."""
@@ -75,9 +79,32 @@ class Trail:
     """What it waits for."""
     may_wait: bool = True
 
-    def limit(self, size: int) -> int:
+    def __post_init__(self) -> None:
+        self.root = self.index.root(self.request.cache_salt)
+
+    @property
+    def limit(self) -> int:
         """Nodes that it could begin after: at least one known token is computed."""
-        return (self.request.num_known - 1) // size
+        return (self.request.num_known - 1) // self.size
+
+    def extend(self, num_blocks: int) -> None:
+        for place in range(len(self.nodes), num_blocks):
+            parent = self.nodes[-1] if place else self.root
+            key = block_key(self.request, place, self.size)
+            self.nodes.append(self.index.child(parent, key, (place + 1) * self.size))
+
+    def path(self) -> list[Node]:
+        """The nodes that a waiting request could begin after, as others find them."""
+        void = next((place for place, node in enumerate(self.nodes) if node.is_void), None)
+        if void is not None:
+            self.index.leave(self.nodes[void:])
+            del self.nodes[void:]
+        self.extend(self.limit)
+        return self.nodes[: self.limit]
+
+    def leave_when_done(self) -> None:
+        if not self.is_open and not self.num_pending:
+            self.index.leave([self.root, *self.nodes])
 
 
 def block_key(request: Request, place: int, size: int) -> bytes:
@@ -90,10 +117,11 @@ def block_key(request: Request, place: int, size: int) -> bytes:
     return key
 
 
-def plan_cuts(trail: Trail, match: Match, *, size: int, interval: int, has_blocks: bool) -> list[Cut]:
+def plan_cuts(trail: Trail, match: Match, *, interval: int, has_blocks: bool) -> list[Cut]:
     """Where the chunks of what a request computes first shall end, for a checkpoint each: the last block
     boundary before its last token, where others leave it, and every `interval` tokens (0: not)."""
-    nodes = trail.nodes[: trail.limit(size)]
+    size = trail.size
+    nodes = trail.nodes[: trail.limit]
     start, last = match.num_tokens, len(nodes) * size
     cuts: dict[int, Cause] = {}
     if interval and last > start:

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from hybridserve.core.prefix_index import Cause, Node
+from hybridserve.core.prefix_nodes import Cause, Node
 from hybridserve.core.prefix_trails import Cut, Trail
 from hybridserve.core.slabs import IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.request import Request
 
 MAX_WAIT_STEPS = 64
@@ -25,15 +26,14 @@ MAX_CUTS = 8
 class PrefixWaits:
     """Who computes which node, where a checkpoint is due, and who waits for it."""
 
-    def __init__(self, size: int, *, has_slots: bool) -> None:
-        self._size = size
+    def __init__(self, counters: PrefixCounters, *, has_slots: bool) -> None:
+        self._counters = counters
         self._has_slots = has_slots
         self._writers: dict[Node, Trail] = {}
         self._due: dict[Node, None] = {}
         self._waiters: dict[Node, list[Trail]] = {}
         self._held: deque[tuple[int, Trail, Node]] = deque()  # by the step that ends the wait
         self._woken: list[Request] = []
-        self._num_given_up = 0
 
     # ---- those that compute
 
@@ -50,7 +50,7 @@ class PrefixWaits:
         trail.cuts = cuts
         trail.request.next_cut = cuts[0].num_tokens if cuts else 0
         for cut in cuts:
-            self._due[trail.nodes[cut.num_tokens // self._size - 1]] = None
+            self._due[trail.nodes[cut.num_tokens // trail.size - 1]] = None
 
     def take_cut(self, trail: Trail, num_tokens: int) -> Cause | None:
         """A chunk ends after so many tokens: why a checkpoint is due there, if one is."""
@@ -72,7 +72,7 @@ class PrefixWaits:
     def stop(self, trail: Trail) -> None:
         """It computes nothing any more."""
         for cut in trail.cuts:
-            self._due.pop(trail.nodes[cut.num_tokens // self._size - 1], None)
+            self._due.pop(trail.nodes[cut.num_tokens // trail.size - 1], None)
         trail.cuts = []
         trail.request.next_cut = 0
         if self._writers:
@@ -88,7 +88,7 @@ class PrefixWaits:
         a checkpoint if there has to be one: if it isn't too late, it is asked for."""
         if not self._writers:
             return None
-        for node in reversed(trail.nodes[num_tokens // self._size : trail.limit(self._size)]):
+        for node in reversed(trail.nodes[num_tokens // trail.size : trail.limit]):
             writer = self._writers.get(node)
             if writer is not None and (not self._has_slots or self._will_checkpoint(writer, node)):
                 return node
@@ -103,6 +103,7 @@ class PrefixWaits:
         return True
 
     def wait(self, trail: Trail, node: Node, step_id: int) -> None:
+        self._counters.num_waits += 1
         trail.held_at = node
         self._waiters.setdefault(node, []).append(trail)
         self._held.append((step_id + MAX_WAIT_STEPS, trail, node))
@@ -116,16 +117,11 @@ class PrefixWaits:
             _, trail, node = self._held.popleft()
             if trail.held_at is node:
                 trail.may_wait = False
-                self._num_given_up += 1
+                self._counters.num_waits_given_up += 1
                 self.leave(trail)
                 self._woken.append(trail.request)
         woken, self._woken = self._woken, []
         return woken
-
-    def take_given_up(self) -> int:
-        """How many, since the last call, waited in vain."""
-        count, self._num_given_up = self._num_given_up, 0
-        return count
 
     def leave(self, trail: Trail) -> None:
         """It waits for nothing any more, and is not to be woken."""

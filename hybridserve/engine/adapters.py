@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from hybridserve.config.schema import EngineConfig
     from hybridserve.core.adapter_slots import AdapterLoad
+    from hybridserve.core.live_requests import TokenEvent
     from hybridserve.core.request import Request
-    from hybridserve.core.scheduler import Scheduler, TokenEvent
+    from hybridserve.core.scheduler import Scheduler
     from hybridserve.engine.executor import Executor
     from hybridserve.engine.planner import EnginePlan
     from hybridserve.lora.loader import Outcome

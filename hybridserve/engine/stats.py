@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridserve.core.prefix_cache import PrefixCounters
+    from hybridserve.core.prefix_store import PrefixCounters
     from hybridserve.core.scheduler import Scheduler
 
 

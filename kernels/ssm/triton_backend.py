@@ -1,5 +1,5 @@
-"""Mamba-1's recurrences by Triton, for NVIDIA GPUs. Knows how a ragged batch is cut into chunks; the
-arithmetic is in `triton_kernels`.
+"""Recurrences by Triton, for NVIDIA GPUs. Knows how a ragged batch is cut into chunks; the arithmetic is in
+`triton_kernels`. Mamba-2's prompts are scanned token after token, each head at the same time.
 
 How a sequence is cut depends on its own length alone, and no chunk on another sequence: a row has the same
 bits in any company. One token, a few to verify and a prompt take the same kernels.
@@ -7,6 +7,7 @@ bits in any company. One token, a few to verify and a prompt take the same kerne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +32,9 @@ UNROLL = 4
 """Tokens whose inputs are loaded together, ahead of the chain."""
 
 CONV_TOKENS = 32
+
+SSD_CHANNELS = 16
+"""Of a head that a program of four warps scans: 256 states of each are 32 registers of a thread."""
 
 
 class Long(NamedTuple):
@@ -162,6 +166,47 @@ class Triton(SSMBackend):
             UNROLL=1 if metadata.all_single else UNROLL,
             num_warps=1,
             **tile,
+        )
+        return y
+
+    def ssd_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
+        z: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
+        state: torch.Tensor,
+        metadata: SSMMetadata,
+        *,
+        dt_limits: tuple[float, float] = (0.0, math.inf),
+    ) -> torch.Tensor:
+        metadata = _prepared(metadata)
+        x, dt, B, C = rows_of(x), rows_of(dt), rows_of(B), rows_of(C)
+        gate = x if z is None else rows_of(z)
+        y = x.new_empty(x.shape)
+        num_heads, head_dim, num_states = state.shape[1:]
+        if not len(x) or not num_heads:
+            return y
+        D = D.contiguous()
+        grid = (len(metadata.query_lens), num_heads, cdiv(head_dim, SSD_CHANNELS))
+        self._kernels.ssd_scan[grid](
+            *(x, dt, A.contiguous(), B, C, D, gate, D if dt_bias is None else dt_bias.contiguous(), state, y),
+            *(metadata.query_start, metadata.state_slots, metadata.has_state.view(torch.uint8), *dt_limits),
+            *(*x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2], *gate.stride()[:2]),
+            *state.stride(),
+            NUM_HEADS=num_heads,
+            HEADS_OF_GROUP=num_heads // B.shape[1],
+            HEAD_DIM=head_dim,
+            NUM_STATES=num_states,
+            HAS_DT_BIAS=dt_bias is not None,
+            HAS_Z=z is not None,
+            BLOCK_P=SSD_CHANNELS,
+            BLOCK_N=power_of_2(num_states),
+            num_warps=4,
         )
         return y
 

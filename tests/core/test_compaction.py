@@ -265,7 +265,7 @@ def scattered_checkpoints() -> ScriptedEngine:
     for node in list(prefix.index._checkpointed):
         slab = node.checkpoint.slot // 2
         if slab in by_slab:
-            prefix._drop(node)
+            prefix.drop(node)
         by_slab[slab] = node
     assert e.scheduler.cache.usage().num_checkpoints == len(by_slab) == 6
     return e

@@ -101,7 +101,7 @@ class Witness:
                 for held in group:
                     blocks |= set(held.blocks)
                     slots.add(held.slot)
-            for pending in prefix._all_pending():
+            for pending in prefix._writes._all():
                 blocks |= set(pending.blocks)
                 slots.add(pending.checkpoint.slot if pending.checkpoint else 0)
             for match in (match for group in prefix._reading.values() for match in group):

@@ -9,7 +9,7 @@ import pytest
 
 from hybridserve.core import host_tier
 from hybridserve.core.host_tier import OWNER, HostTier
-from hybridserve.core.prefix_index import Node
+from hybridserve.core.prefix_nodes import Node
 from hybridserve.core.request import Request, SamplingParams
 from hybridserve.core.slabs import IntegrityError, SlabKind
 from hybridserve.core.step import UnitCopies, UnitCopy

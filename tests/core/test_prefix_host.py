@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridserve.core import host_tier
-from hybridserve.core.prefix_cache import MAX_CHECKPOINTS, PrefixCache
+from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.prefix_host import PrefixHost
 from hybridserve.core.prefix_index import PrefixIndex
+from hybridserve.core.prefix_writes import MAX_CHECKPOINTS
 from tests.harness.scripted import ScriptedEngine, toy_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
 
 
 def engine(num_slabs: int = 40, depth: int = 1, *, kind: str = "hybrid", **limits: Any) -> ScriptedEngine:
@@ -163,7 +164,7 @@ def test_what_saves_nothing_does_not_take_the_hosts_room() -> None:
     e = engine()
     serve(e, "a", tokens(21), max_tokens=1)
     prefix = e.scheduler.cache.prefix
-    prefix._drop(path(e, tokens(21))[-1])
+    prefix.drop(path(e, tokens(21))[-1])
     assert prefix.index.has_useless_block
     fall(e)
     assert prefix.counters.num_evicted_blocks == 5

@@ -9,7 +9,8 @@ import pytest
 
 from hybridserve.core import prefix_index
 from hybridserve.core.eviction import HALF_LIFE, priority
-from hybridserve.core.prefix_index import Cause, Checkpoint, Node, PrefixIndex
+from hybridserve.core.prefix_index import PrefixIndex
+from hybridserve.core.prefix_nodes import Cause, Checkpoint, Node
 from tests.harness.scripted import toy_layout
 
 

@@ -103,6 +103,16 @@ def test_evicted_in_part() -> None:
     assert serve(e, "b", tokens(22)) == {"hit": 8, "evicted": 12, "remainder": 2}
 
 
+def test_a_block_that_had_to_make_room_for_its_own_checkpoint() -> None:
+    """In a host's memory of one slab."""
+    e = engine(num_host_slabs=2)
+    serve(e, "a", tokens(22))
+    assert e.scheduler.cache.prefix.evict_block()
+    assert e.scheduler.cache.prefix.counters.num_spilled_blocks == 1
+    assert e.scheduler.cache.prefix.counters.num_vanished_blocks == 1
+    assert serve(e, "b", tokens(22))["evicted"] == SIZE
+
+
 def test_the_memory_of_what_was_evicted_has_an_end() -> None:
     evicted = EvictedPaths(limit=3)
     for path in (1, 2, 3, 1, 4):

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridserve.core import prefix_index, prefix_waits
-from hybridserve.core.prefix_cache import MAX_CHECKPOINTS, PrefixCache
-from hybridserve.core.prefix_index import Node, PrefixIndex
+from hybridserve.core.prefix_index import PrefixIndex
+from hybridserve.core.prefix_writes import MAX_CHECKPOINTS
 from hybridserve.core.request import RequestStatus
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopy
 from tests.harness.scripted import ScriptedEngine, toy_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from hybridserve.core.prefix_cache import PrefixCache
+    from hybridserve.core.prefix_nodes import Node
 
 
 def engine(num_slabs: int = 60, depth: int = 1, *, kind: str = "hybrid", **limits: Any) -> ScriptedEngine:
@@ -350,6 +353,34 @@ def test_integrity_sees_a_lost_waiter() -> None:
     prefix._waits._waiters.clear()
     with pytest.raises(RuntimeError, match="waits for nothing"):
         e.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(("kind", "num_slabs"), [("hybrid", 4), ("state", 3)])
+def test_a_slab_of_one_slot_changes_hands_between_checkpoints(kind: str, num_slabs: int) -> None:
+    """To give up the former end of a turn empties its slab; the new end takes it again."""
+    e = engine(num_slabs, kind=kind)
+    assert e.layout.slots_per_slab == 1
+    request = e.add("a", tokens(3), max_tokens=12, ignore_eos=True)
+    e.run()
+    counters = e.scheduler.cache.prefix.counters
+    assert counters.num_replaced_checkpoints > 0
+    assert counters.num_skipped_checkpoints == 0
+    assert serve(e, "next turn", [*tokens(3), *request.output_ids], max_tokens=1) == 12
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_what_it_computed_before_a_preemption_is_not_trusted_either(swap: bool) -> None:
+    e = engine(num_host_slabs=20 if swap else 0, preemption="swap" if swap else "recompute")
+    request = e.add("wrong", tokens(21), max_tokens=12, ignore_eos=True)
+    while len(request.output_ids) < 4:
+        e.step()
+    e.scheduler.preempt(request)
+    while len(request.output_ids) < 6:  # it goes on after its own blocks
+        e.step()
+    assert request.num_preemptions == 1
+    e.scheduler.distrust("wrong")
+    e.abort("wrong")
+    assert serve(e, "again", tokens(21)) == 0
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridserve.core import scheduler
+from hybridserve.core import live_requests
 from hybridserve.core.request import FinishReason, Request, RequestStatus, SamplingParams
 from hybridserve.core.scheduler import Scheduler
 from hybridserve.core.slabs import IntegrityError
@@ -150,7 +150,7 @@ def test_a_lower_priority_number_runs_sooner() -> None:
 
 
 def test_aging_lets_only_so_many_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "AGING", 8)
+    monkeypatch.setattr(live_requests, "AGING", 8)
     e = engine(max_num_seqs=1, policy="priority")
     e.add("patient", [1], priority=2, max_tokens=1)
     for index in range(3 * 8):
@@ -481,6 +481,18 @@ def test_abort_after_the_first_tokens_ends_one() -> None:
     assert e.scheduler.counters.num_forks == 1
     e.check_outputs()
     e.check_drained()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
+def test_who_loses_memory_by_a_restart_is_named(kind: str) -> None:
+    e = engine(kind=kind)
+    e.add("a", [1, 2, 3], max_tokens=4)
+    e.add("b", [4, 5], max_tokens=4)
+    e.step()
+    e.restart()
+    step = e.step()
+    assert step is not None
+    assert set(step.finished) == {"a", "b"}
 
 
 def test_a_continuation_that_was_aborted_is_not_born_again() -> None:

@@ -208,6 +208,7 @@ def test_f006_prefixes_over_ranks(name: str, engines: Engines) -> None:
         prefix = llm._core.scheduler.cache.prefix
         while prefix.evict_checkpoint():
             pass
+        llm._core.scheduler.cache.host.clear()
         outputs.append(llm.generate([prompt], params)[0])
         return outputs
 

@@ -12,8 +12,8 @@ import pytest
 
 from hybridserve.commands import inspect_server
 from hybridserve.commands.inspect_server import CAUSES, Series, report
-from hybridserve.core.prefix_index import Cause
 from hybridserve.core.prefix_misses import Miss
+from hybridserve.core.prefix_nodes import Cause
 from tests.harness import command_line
 from tests.harness.serve_process import server
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from hybridserve.core.prefix_index import Checkpoint
+    from hybridserve.core.prefix_nodes import Checkpoint
     from hybridserve.core.slabs import UnitPool
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.graphs import Recorder

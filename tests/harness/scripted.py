@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridserve.core.adapter_slots import AdapterSlots
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.core.request import FinishReason, Request, SamplingParams
-from hybridserve.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler, TokenEvent
+from hybridserve.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from tests.harness.symbolic_arena import SymbolicArena
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from hybridserve.core.adapter_slots import AdapterLoad
+    from hybridserve.core.live_requests import TokenEvent
     from hybridserve.core.step import ScheduledSequence, ScheduledStep
 
 VOCAB = 31

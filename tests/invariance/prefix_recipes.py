@@ -19,7 +19,7 @@ from tests.harness.engine import Guarded, make_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hybridserve.core.prefix_index import Node
+    from hybridserve.core.prefix_nodes import Node
     from tests.harness.engine import Oracle
 
 BLOCK = 4
@@ -94,7 +94,7 @@ def drop_checkpoints(engine: Guarded, above: int = 0) -> int:
     prefix = engine.core.scheduler.cache.prefix
     nodes = [node for node in index_nodes(engine) if node.checkpoint and node.num_tokens > above]
     for node in nodes:
-        prefix._drop(node)
+        prefix.drop(node)
     return len(nodes)
 
 

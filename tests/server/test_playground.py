@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 from importlib.resources import files
@@ -92,9 +93,9 @@ def test_the_engine_at_a_glance():
         calls = [
             client.start("POST", "/v1/completions", {**PROMPT, "model": name}) for name in ("tiny", "law")
         ]
-        while client.engine.num_in_flight < 2:
-            await client.get("/version")
-        state = (await client.get("/playground/state")).json
+        async with asyncio.timeout(30):
+            while (state := (await client.get("/playground/state")).json)["engine"]["num_running"] < 2:
+                client.service._view._until = 0.0
         assert (state["status"], state["model"]) == ("ok", "tiny")
         engine = state["engine"]
         assert engine["num_running"] == 2

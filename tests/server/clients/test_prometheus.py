@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hybridserve.core.prefix_index import Cause
 from hybridserve.core.prefix_misses import Miss
+from hybridserve.core.prefix_nodes import Cause
 from hybridserve.server.security import ROUTES
 from tests.harness.serve_process import ROOT
 
