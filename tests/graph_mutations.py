@@ -3,12 +3,17 @@ functions that each inject one; none merely raises."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridserve.engine import graphs
+from hybridserve.engine.graph_plan import graph_sizes
 from hybridserve.engine.graphs import DecodeGraph, DecodeGraphs
+from tests.harness import engine as harness
+from tests.mutations import MUTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,113 +21,81 @@ if TYPE_CHECKING:
     import pytest
 
 
-def padding_is_in(name: str, unit: int) -> Callable[[pytest.MonkeyPatch], None]:
-    def mutate(patch: pytest.MonkeyPatch) -> None:
-        patch.setitem(graphs._NULL, name, unit)
+def padding_is_in_slot_1(patch: pytest.MonkeyPatch) -> None:
+    plain = graphs._padding_rows
 
-    return mutate
+    def padding_rows(size: int) -> Any:
+        rows = plain(size)
+        rows.numbers["state_slots"][:] = 1
+        return rows
 
-
-def padding_is_in_live_slots(patch: pytest.MonkeyPatch) -> None:
-    """Of this step's first row."""
-    plain = DecodeGraph.put
-
-    def put(self: DecodeGraph, step: Any, put_array: Any) -> Any:
-        patch.setitem(graphs._NULL, "state_slots", int(step.state_slots[0]))
-        return plain(self, step, put_array)
-
-    patch.setattr(DecodeGraph, "put", put)
+    patch.setattr(graphs, "_padding_rows", padding_rows)
 
 
-def stale_rows_stay(patch: pytest.MonkeyPatch) -> None:
-    """Rows beyond a step's own are what an earlier step of the same size left there."""
-    known: dict[int, Any] = {}
-    plain = graphs._host_columns
-
-    def host_columns(size: int) -> Any:
-        columns = known.setdefault(size, plain(size))
-        return columns
-
-    def put(self: DecodeGraph, step: Any, put_array: Any) -> Any:
-        columns = host_columns(self.size)
-        for column, name in zip(columns.numbers, graphs.COLUMNS, strict=True):
-            column[: len(step.seq_lens)] = getattr(step, name)
-        columns.has_state[: len(step.seq_lens)] = step.has_state
-        columns.numbers[3][columns.numbers[3] == 0] = 1
-        table = np.zeros((self.size, step.block_table.shape[1]), dtype=np.int32)
-        table[: len(step.seq_lens)] = step.block_table
-        return graphs.Inputs(put_array(columns.whole.copy()), put_array(table))
-
-    patch.setattr(DecodeGraph, "put", put)
-
-
-def pads_are_skipped(patch: pytest.MonkeyPatch) -> None:
-    """Padding rows are taken for ones that have a state, whatever is in the null slot."""
+def padding_is_in_a_live_slot(patch: pytest.MonkeyPatch) -> None:
+    """That of the step's first row."""
     plain = DecodeGraph.load
 
     def load(self: DecodeGraph, inputs: Any) -> None:
         plain(self, inputs)
-        self.tensors.has_state.fill_(True)
+        slots = self.tensors.state_slots
+        slots[slots == 0] = slots[0]
 
     patch.setattr(DecodeGraph, "load", load)
 
 
-def recorded_beyond_memory(patch: pytest.MonkeyPatch) -> None:
-    from tests.harness import engine
-
-    plain = engine.plan_graphs
-
-    def unclamped(config: Any, layout: Any, *more: Any) -> Any:
-        plan = plain(config, layout, *more)
-        from dataclasses import replace
-
-        return replace(plan, sizes=graphs_sizes(config.scheduler.max_num_seqs), reason="")
-
-    from hybridserve.engine.graph_plan import graph_sizes as graphs_sizes
-
-    patch.setattr(engine, "plan_graphs", unclamped)
+def rows_of_an_earlier_step_stay(patch: pytest.MonkeyPatch) -> None:
+    """Beyond a step's own, those of the last larger one."""
+    patch.setattr(graphs, "_padding_rows", cache(graphs._padding_rows))
 
 
 def block_tables_are_not_loaded(patch: pytest.MonkeyPatch) -> None:
-    """What was there when the recording began is read for ever."""
-    patch.setattr(
-        DecodeGraph, "load", lambda self, inputs: self.columns.copy_(inputs.columns) and None
-    )
+    """What was there when the recording was made is read for ever."""
+
+    def load(self: DecodeGraph, inputs: Any) -> None:
+        self.columns.copy_(inputs.columns)
+
+    patch.setattr(DecodeGraph, "load", load)
 
 
-def results_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    """Inputs come after the replay."""
-    plain_load, waiting = DecodeGraph.load, []
+def inputs_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
+    """As where a recording reads tensors that a step brings anew, and it still has those of the last one."""
+    plain = DecodeGraph.load
+    before: dict[int, Any] = {}
 
-    def replay(self: DecodeGraph) -> Any:
-        self.run()
-        for inputs in waiting:
-            plain_load(self, inputs)
-        waiting.clear()
-        return self.logits
+    def load(self: DecodeGraph, inputs: Any) -> None:
+        mine = type(inputs)(*(None if each is None else each.clone() for each in inputs))
+        plain(self, before.get(self.size, inputs))
+        before[self.size] = mine
 
-    patch.setattr(DecodeGraph, "load", lambda self, inputs: waiting.append(inputs))
-    patch.setattr(DecodeGraph, "replay", replay)
+    patch.setattr(DecodeGraph, "load", load)
 
 
-def prompts_are_replayed(patch: pytest.MonkeyPatch) -> None:
-    """Scoring a prompt is forgotten about."""
+def more_is_recorded_than_memory_holds(patch: pytest.MonkeyPatch) -> None:
+    plain = harness.plan_graphs
+
+    def unclamped(config: Any, *more: Any) -> Any:
+        return replace(plain(config, *more), sizes=graph_sizes(config.scheduler.max_num_seqs), reason="")
+
+    patch.setattr(harness, "plan_graphs", unclamped)
+
+
+def adapters_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """What was recorded without adapters is replayed with some."""
     plain = DecodeGraphs.find
 
     def find(self: DecodeGraphs, step: Any) -> Any:
-        scored, step.prompt_logprobs = step.prompt_logprobs, None
-        step.prompt_logprobs = None if len(step.input_ids) == len(step.seq_lens) else scored
-        return plain(self, step)
+        return plain(self, replace(step, adapter_slots=np.zeros_like(step.adapter_slots)))
 
     patch.setattr(DecodeGraphs, "find", find)
 
 
 GRAPH_MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], ...]] = {
-    "f026_padding_and_slot_0": (padding_is_in("state_slots", 1), stale_rows_stay),
-    "f027_padding_and_the_lowest_slot": (padding_is_in_live_slots, block_tables_are_not_loaded),
-    "f028_padding_and_who_waits": (padding_is_in_live_slots, stale_rows_stay),
-    "f029_scratch_memory_is_nan": (pads_are_skipped,),
-    "f033_more_sequences_allowed_than_slots": (recorded_beyond_memory,),
-    "rows_come_and_go": (stale_rows_stay, results_of_the_step_before),
-    "eager_and_recorded_are_the_same": (results_of_the_step_before,),
+    "f026_padding_and_slot_0": (padding_is_in_slot_1,),
+    "f027_padding_and_the_lowest_slot": (padding_is_in_a_live_slot, block_tables_are_not_loaded),
+    "f028_padding_and_who_waits": (padding_is_in_a_live_slot, inputs_come_a_step_late),
+    "f029_scratch_memory_is_nan": (MUTATIONS["f029_scratch_memory_is_nan"],),
+    "f033_more_sequences_allowed_than_slots": (more_is_recorded_than_memory_holds,),
+    "rows_come_and_go": (rows_of_an_earlier_step_stay, inputs_come_a_step_late),
+    "eager_and_recorded_are_the_same": (inputs_come_a_step_late,),
 }

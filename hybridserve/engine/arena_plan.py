@@ -176,7 +176,9 @@ def gpu_budget(config: EngineConfig, taken: int, what: str) -> Budget:
             )
         return Budget(cache.memory_bytes, source, is_limit=False)
     used = gpu.total_bytes - gpu.free_bytes
-    share = f"cache.memory_fraction: {cache.memory_fraction} of the {size_text(gpu.total_bytes)} of {gpu.name}"
+    share = (
+        f"cache.memory_fraction: {cache.memory_fraction} of the {size_text(gpu.total_bytes)} of {gpu.name}"
+    )
     left = int(cache.memory_fraction * gpu.total_bytes) - used - taken
     if left <= 0:
         raise DoesNotFitError(f"{share} is less than {what} take, beside {size_text(used)} in use")

@@ -1,5 +1,5 @@
-"""The queue of work of the device that steps run on: when what was put into it is done, and memory of the host
-that the device can reach by itself.
+"""The queue of work of the device that steps run on: when what was put into it is done, and memory of the
+host that the device can reach by itself.
 
 Knows a device; does not know what is computed. A CPU has no queue: what is called has run.
 """
@@ -11,6 +11,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+
+_cuda: Any = torch.cuda
+"""Much of it has no types."""
 
 
 class Mark(ABC):
@@ -69,7 +72,7 @@ class CPUQueue(DeviceQueue):
 
 class _Event(Mark):
     def __init__(self, device: torch.device) -> None:
-        self.event: Any = torch.cuda.Event(enable_timing=True)
+        self.event = _cuda.Event(enable_timing=True)
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:

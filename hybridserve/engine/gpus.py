@@ -39,5 +39,7 @@ def rank_device(kind: str, local_rank: int) -> torch.device:
         return torch.device(kind)
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ValueError(f"device: {kind}: rank {local_rank} of this machine has no GPU, of which it has {count}")
+        raise ValueError(
+            f"device: {kind}: rank {local_rank} of this machine has no GPU, of which it has {count}"
+        )
     return torch.device(kind, local_rank)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_cuda: Any = torch.cuda
+"""Much of it has no types."""
+
 COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 """Of a step, a number a row; `has_state` follows them."""
 
@@ -46,7 +49,7 @@ class CUDARecorder(Recorder):
     """By CUDA graphs, which share one pool of memory: only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: Any = torch.cuda.Stream(device)
+        self._stream: Any = _cuda.Stream(device)
         self._pool: Any = None
 
     def record(self, call: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -57,9 +60,7 @@ class CUDARecorder(Recorder):
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile: NCCL's look after what it runs
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = call()
         self._pool = graph.pool()
         return graph.replay, result
@@ -89,12 +90,10 @@ class DecodeGraph:
     def put(self, step: StepInput, put: Put) -> Inputs:
         """Rows beyond the step's own are of one token in the null block and the null slot, without state."""
         num_rows = len(step.seq_lens)
-        columns = _host_columns(self.size)
-        for column, name in zip(columns.numbers, COLUMNS, strict=True):
+        columns = _padding_rows(self.size)
+        for name, column in columns.numbers.items():
             column[:num_rows] = getattr(step, name)
-            column[num_rows:] = _NULL[name]
         columns.has_state[:num_rows] = step.has_state
-        columns.has_state[num_rows:] = False
         table = None
         if width := min(step.block_table.shape[1], self.tensors.block_table.shape[1]):
             padded = np.zeros((self.size, width), dtype=np.int32)
@@ -113,12 +112,9 @@ class DecodeGraph:
         return self.logits
 
 
-_NULL = dict.fromkeys(COLUMNS, 0) | {"seq_lens": 1}
-
-
 class _HostColumns(NamedTuple):
     whole: np.ndarray  # [n] int64
-    numbers: list[np.ndarray]  # [size] each
+    numbers: dict[str, np.ndarray]  # [size] each
     has_state: np.ndarray  # [size] bool
 
 
@@ -131,10 +127,12 @@ def _num_words(size: int) -> int:
     return len(COLUMNS) * _stride(size) + -(-size // 8)
 
 
-def _host_columns(size: int) -> _HostColumns:
+def _padding_rows(size: int) -> _HostColumns:
+    """Nothing but: token 0 at position 0 of the null block and the null slot, and no state."""
     whole = np.zeros(_num_words(size), dtype=np.int64)
     stride = _stride(size)
-    numbers = [whole[i * stride : i * stride + size] for i in range(len(COLUMNS))]
+    numbers = {name: whole[i * stride : i * stride + size] for i, name in enumerate(COLUMNS)}
+    numbers["seq_lens"][:] = 1
     return _HostColumns(whole, numbers, whole[len(COLUMNS) * stride :].view(np.bool_)[:size])
 
 
@@ -194,7 +192,6 @@ class DecodeGraphs:
             query_lens=[1] * size,
             context_lens=[length - 1] * size,
         )
-        columns.zero_()
-        tensors.seq_lens.fill_(1)
+        columns.copy_(torch.from_numpy(_padding_rows(size).whole))
         run, logits = recorder.record(recordable(tensors))
         return DecodeGraph(size, length, tensors, columns, run, logits)

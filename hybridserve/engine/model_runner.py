@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from hybridserve.engine import sampler
@@ -23,6 +22,8 @@ from hybridserve.lora.batch import make_batch, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import numpy as np
 
     from hybridserve.engine.arena import Arena, HostArena
     from hybridserve.engine.device_queue import DeviceQueue, Mark
@@ -188,7 +189,6 @@ class ModelRunner:
 
     def _stage(self, step: StepInput) -> _Staged:
         put = self._staging.put
-        pairs = (step.block_copies, step.state_copies, step.state_saves, step.pending)
         prompt_rows = []
         if (wanted := step.prompt_logprobs) is not None:
             for first in range(0, len(wanted.rows), PROMPT_LOGPROBS_ROWS):
@@ -199,7 +199,11 @@ class ModelRunner:
         draws = None
         if step.sampling is not None:
             draws = sampler.prepare(step.sampling, put, self._staging.send)
-        return _Staged(*(put(each) if len(each) else None for each in pairs), draws, prompt_rows)
+        block_copies, state_copies, state_saves, pending = (
+            put(each) if len(each) else None
+            for each in (step.block_copies, step.state_copies, step.state_saves, step.pending)
+        )
+        return _Staged(block_copies, state_copies, state_saves, pending, draws, prompt_rows)
 
     def _begin(self, step: StepInput, staged: _Staged, tensors: StepTensors) -> None:
         """All that comes before the layers, in the order that `ScheduledStep` promises: what is swapped out
@@ -227,8 +231,8 @@ class ModelRunner:
         )
 
     def _recordable(self, tensors: StepTensors) -> Callable[[], torch.Tensor | None]:
-        """A forward pass over these tensors, whatever they hold by then: logits of each token, where this rank
-        has them."""
+        """A forward pass over these tensors, whatever they hold by then: logits of each token, where this
+        rank has them."""
         context = self._context(tensors, None)
 
         def forward() -> torch.Tensor | None:

@@ -151,7 +151,9 @@ def serve(store: Store, rank: int, local_rank: int) -> None:
         )
         advance = partial(rendezvous.advance, rank)
         advance()
-        worker = Worker(assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp, advance, local_rank)
+        worker = Worker(
+            assignment.model_path, plan, groups.tp, groups.pipeline, groups.adapter_tp, advance, local_rank
+        )
         rendezvous.arrive("ready", rank)
         Rank(worker, groups, topology, rendezvous).serve()
     except BaseException as error:

@@ -1,6 +1,7 @@
 """How a step's arrays reach the device: all of them in one copy.
 
-Knows bytes; does not know what is in them. On a CPU a tensor is the array's own memory, and nothing is copied.
+Knows bytes; does not know what is in them. On a CPU a tensor is the array's own memory, and nothing is
+copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A step's tokens on the device, as kernels are told of them. Knows tensors; does not know how they came there.
+"""A step's tokens on the device, as kernels are told of them.
+
+Knows tensors; does not know how they came there.
 """
 
 from __future__ import annotations
@@ -7,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from hybridserve.kernels.attention.interface import AttentionMetadata
 from hybridserve.kernels.ssm.interface import SSMMetadata
 
 if TYPE_CHECKING:
+    import torch
+
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.staging import Put
 

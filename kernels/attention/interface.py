@@ -26,9 +26,9 @@ class AttentionMetadata:
         torch.Tensor
     )  # [T] block id * block_size + offset of each token's K and V; in block 0 for padding
     query_lens: list[int]  # [S] the same facts on the host, so that no kernel has to wait for the device
-    context_lens: (
-        list[int]
-    )  # [S] tokens in the cache before this step; while one is recorded, the most that there may be
+    context_lens: list[
+        int
+    ]  # [S] tokens in the cache before this step; while one is recorded, the most that there may be
 
 
 class AttentionBackend(Backend):

@@ -105,7 +105,7 @@ def test_a_file_that_says_nothing(run, tmp_path, text, line, message):
 def test_what_is_worth_knowing(run, tmp_path):
     path = write(
         tmp_path,
-        "model: /no/such/model\ndevice: cuda\nlora: {adapters: {a: here}, roots: [/no/root]}\n"
+        "model: /no/such/model\nlora: {adapters: {a: here}, roots: [/no/root]}\n"
         f'server: {{host: 0.0.0.0, api_keys: ["${{NOT_THERE}}", "{SECRET}"]}}\n',
     )
     status, said, errors = run("config", "check", path)
@@ -114,11 +114,10 @@ def test_what_is_worth_knowing(run, tmp_path):
     assert ok == f"{path}: ok"
     expected = (
         ":1: model: /no/such/model is no directory here",
-        ":2: device: cuda can be planned for",
-        f":3: lora.adapters: a: {tmp_path}/here is no directory here",
-        ":3: lora.roots: /no/root is no directory here",
-        ":4: server.api_keys: stands in the file itself",
-        ":4: server.api_keys: the environment variable NOT_THERE is not set here",
+        f":2: lora.adapters: a: {tmp_path}/here is no directory here",
+        ":2: lora.roots: /no/root is no directory here",
+        ":3: server.api_keys: stands in the file itself",
+        ":3: server.api_keys: the environment variable NOT_THERE is not set here",
     )
     for line, start in zip(rest, expected, strict=True):
         assert line.startswith(f"{path}{start}")

@@ -124,7 +124,7 @@ def test_the_arena_is_what_is_left(run) -> None:
             ["jamba-mini", "--hardware", "h100-80gb", "--format", "int8", "--memory_fraction", "0.66"],
             "of workspace, which holds one sequence of",
         ),
-        (["jamba-3b", "--device", "cuda"], "device: cuda: no GPU is looked for here; say which is meant"),
+        (["jamba-3b", "--device", "cuda"], "for one that is elsewhere, say which: hardware: h100-80gb"),
         (["jamba-3b", "--device", "cpu", "--hardware", "l40s"], "hardware: l40s is not device: cpu"),
         (["jamba-3b", "--hardware", "h100"], "hardware: 'h100': should be 'auto', 'h100-80gb'"),
         (
@@ -185,7 +185,7 @@ def test_an_engine_does_not_start_for_hardware_that_is_elsewhere(capsys: pytest.
         with pytest.raises(SystemExit) as status:
             main(["generate", "demo", "--prompt", "x", *options])
         assert status.value.code == 2
-        assert "an engine runs on CPUs only, so far" in capsys.readouterr().err
+        assert f"{options[0][2:]}: {options[1]}: torch" in capsys.readouterr().err
 
 
 def test_a_cpu_that_is_named_has_a_projection(run) -> None:

@@ -3,14 +3,21 @@ write."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hybridserve import LLM, SamplingParams
+from hybridserve.engine import graph_plan
 from hybridserve.kernels.registry import candidates
 from hybridserve.models.hub import resolve_model
+from tests.harness.engine import Guarded, Oracle, make_prompts
+from tests.harness.models import save_model
+from tests.harness.recorder import StandInRecorder
 from tests.harness.triton_interpreter import require_triton
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 require_triton()
 
@@ -60,3 +67,24 @@ def test_equals_the_engine_on_a_cpu(weights: str) -> None:
     expected_tokens, expected_logprobs = written("torch_native", **quantization)
     assert tokens == expected_tokens
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("first_length", [32, 2048])
+def test_decode_steps_are_recorded_and_replayed(
+    first_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `prepare` gave when a step was recorded does for every step that is replayed: rows come and go,
+    sequences grow from one recorded length to the next and over blocks, and each row is the oracle's."""
+    monkeypatch.setattr(graph_plan, "FIRST_LENGTH", first_length)
+    save_model("jamba", tmp_path, seed=0)
+    recorder = StandInRecorder()
+    kernels = {f"kernels.{op}": "triton" for op in OPERATORS if op != "lora"}
+    engine = Guarded(tmp_path, recorder=recorder, delay=1, max_num_seqs=4, max_model_len=64, **kernels)
+    for index, (length, num_tokens) in enumerate([(29, 7), (3, 3), (14, 5)]):
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        engine.add(f"r{index}", make_prompts([length], seed=index)[0], params)
+    Oracle(tmp_path).check_all(engine.run())
+    lengths = (32, 64) if first_length == 32 else (64,)
+    assert engine.executor.runner.graphs.plan.lengths == lengths
+    assert recorder.num_recorded == 3 * len(lengths)
+    assert recorder.num_replays >= 6

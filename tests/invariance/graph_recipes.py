@@ -4,18 +4,24 @@ The numbers are those of the faults; `tests/graph_mutations.py` has theirs.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybridserve.core.request import SamplingParams
+from tests.harness.adapter_engine import AdapterEngine
 from tests.harness.engine import Guarded, make_prompts
-from tests.harness.recorder import GraphGuarded
+from tests.harness.recorder import GraphGuarded, StandInRecorder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hybridserve.engine.graphs import DecodeGraphs
     from hybridserve.engine.input_builder import StepInput
+    from hybridserve.engine.step_tensors import StepTensors
+    from tests.harness.adapter_engine import Oracles
+    from tests.harness.adapters import Kit
     from tests.harness.engine import Oracle
 
 
@@ -104,7 +110,8 @@ def rows_come_and_go(model: Path, oracle: Oracle) -> None:
         engine.add(f"r{index}", prompt, greedy(3 + 5 * (index % 4)))
         if index % 2:
             engine.step()
-    engine.add("fork", make_prompts([6], seed=5)[0], SamplingParams(n=3, temperature=0, max_tokens=9, ignore_eos=True))
+    forked = SamplingParams(n=3, temperature=0, max_tokens=9, ignore_eos=True)
+    engine.add("fork", make_prompts([6], seed=5)[0], forked)
     engine.add("gone", make_prompts([6], seed=6)[0], greedy(50))
     for _ in range(6):
         engine.step()
@@ -115,18 +122,59 @@ def rows_come_and_go(model: Path, oracle: Oracle) -> None:
     assert engine.recorder.num_replays > 10
 
 
+def l014_adapters_are_not_replayed(kit: Kit, oracles: Oracles) -> None:
+    """Base steps are replayed and those with an adapter are not, whichever comes first, as rows of either
+    kind come and go and another adapter takes the slot; and buffers stay where they are."""
+    recorder = StandInRecorder()
+    kernels = {f"kernels.{op}": "reference" for op in ("attention", "ssm")}
+    engine = AdapterEngine(
+        kit, ["A", "B"], lora={"max_loaded": 1}, recorder=recorder, max_num_seqs=8, **kernels
+    )
+    graphs = engine.executor.runner.graphs
+    assert graphs is not None
+    places = [tensor.data_ptr() for tensor in buffers(graphs)]
+    asked = [(None, 4), ("A", 9), (None, 20), ("B", 5), ("A", 3), (None, 6)]
+    for index, (name, num_tokens) in enumerate(asked):
+        prompt = make_prompts([3 + index], seed=index, vocab_size=128)[0]
+        engine.ask(f"r{index}", prompt, name, num_tokens)
+        for _ in range(2 * (index % 2)):
+            engine.step()
+    engine.run()
+    engine.check_all(oracles)
+    decodes = [step for step in engine.executor.inputs if len(step.input_ids) == len(step.seq_lens)]
+    assert recorder.num_replays == sum(not step.adapter_slots.any() for step in decodes) > 3
+    assert any(step.adapter_slots.any() for step in decodes)
+    assert places == [tensor.data_ptr() for tensor in buffers(graphs)]
+
+
+def buffers(graphs: DecodeGraphs) -> list[torch.Tensor]:
+    """All that recordings read of a step, and what they leave."""
+    return [
+        tensor
+        for graph in graphs._graphs.values()
+        for tensor in (*fields_of(graph.tensors), graph.columns, graph.logits)
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
+def fields_of(tensors: StepTensors) -> list[object]:
+    return [getattr(tensors, field.name) for field in dataclasses.fields(tensors)]
+
+
 def eager_and_recorded_are_the_same(model: Path, oracle: Oracle) -> None:
     """Drawn, scored, biased and penalised tokens are those of an engine that records nothing; and a step that
     scores a prompt is not replayed."""
+    common = {"max_tokens": 8, "ignore_eos": True}
     params = [
-        SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=4, max_tokens=8, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.3, presence_penalty=0.5, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=8, logit_bias={7: 4.0}, prompt_logprobs=1, ignore_eos=True),
-        SamplingParams(temperature=1.2, min_p=0.02, seed=9, max_tokens=8, allowed_token_ids=list(range(40)), ignore_eos=True),
-    ]  # fmt: skip
+        SamplingParams(temperature=0.9, top_k=30, top_p=0.9, seed=4, logprobs=2, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, **common),
+        SamplingParams(temperature=0, logit_bias={7: 4.0}, prompt_logprobs=1, **common),
+        SamplingParams(temperature=1.2, min_p=0.02, seed=9, allowed_token_ids=list(range(40)), **common),
+    ]
     seen = []
     for kind in (GraphGuarded, Guarded):
-        engine = kind(model, **{"kernels.attention": "reference", "kernels.ssm": "reference", "max_num_seqs": 8})
+        kernels = {f"kernels.{op}": "reference" for op in ("attention", "ssm")}
+        engine = kind(model, max_num_seqs=8, **kernels)
         for index, (prompt, each) in enumerate(zip(make_prompts([4, 1, 7, 1]), params, strict=True)):
             engine.add(f"r{index}", prompt, each)
         results = engine.run()

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hybridserve.core.slabs import IntegrityError
-from tests.graph_mutations import GRAPH_MUTATIONS
+from tests.graph_mutations import GRAPH_MUTATIONS, adapters_are_ignored
+from tests.harness.adapter_engine import Oracles
+from tests.harness.adapters import Kit
 from tests.harness.recorder import GraphGuarded, bounded  # noqa: F401 - a fixture
 from tests.invariance import graph_recipes, recipes
 from tests.invariance.test_recipes import RECIPES
@@ -41,6 +43,26 @@ def test_graph_recipe_sees_its_fault(
     mutate(monkeypatch)
     with pytest.raises((AssertionError, IntegrityError)):
         getattr(graph_recipes, name)(t_model, oracle)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    return Kit(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def oracles(kit: Kit) -> Oracles:
+    return Oracles(kit)
+
+
+def test_l014_adapters_are_not_replayed(kit: Kit, oracles: Oracles) -> None:
+    graph_recipes.l014_adapters_are_not_replayed(kit, oracles)
+
+
+def test_l014_sees_its_fault(kit: Kit, oracles: Oracles, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters_are_ignored(monkeypatch)
+    with pytest.raises(AssertionError):
+        graph_recipes.l014_adapters_are_not_replayed(kit, oracles)
 
 
 @pytest.mark.slow
