@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.staging import Put
 
-T = TypeVar("T")
-
 _cuda: Any = torch.cuda
 """Much of it has no types."""
 
@@ -40,9 +38,9 @@ class Recorder(ABC):
     """Records what is called, with the addresses that it reads and writes."""
 
     @abstractmethod
-    def record(self, call: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """What runs it again, and its result, which every run overwrites; until the first it holds nothing.
-        The results of all recordings of a recorder may lie in the same memory."""
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
+        """What runs it again, for as long as the caller keeps it. What it allocates lies in memory that all
+        recordings of a recorder share."""
 
 
 class CUDARecorder(Recorder):
@@ -52,7 +50,7 @@ class CUDARecorder(Recorder):
         self._stream: Any = _cuda.Stream(device)
         self._pool: Any = None
 
-    def record(self, call: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, call: Callable[[], None]) -> Callable[[], None]:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,9 +59,10 @@ class CUDARecorder(Recorder):
         graph = torch.cuda.CUDAGraph()
         # other threads may use the device meanwhile: NCCL's look after what it runs
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = call()
+            call()
         self._pool = graph.pool()
-        return graph.replay, result
+        replay: Callable[[], None] = graph.replay
+        return replay
 
 
 class Inputs(NamedTuple):
@@ -83,6 +82,8 @@ class DecodeGraph:
     """What it reads."""
     columns: torch.Tensor
     """The same memory, but for the block table and what never changes."""
+    recorded: Callable[[], None]
+    """Never called again, but it keeps tensors that were made for it and are read whenever it is run."""
     run: Callable[[], None]
     logits: torch.Tensor | None
     """[size, V]; None: another rank has them."""
@@ -147,12 +148,16 @@ class DecodeGraphs:
         self._columns = torch.zeros(_num_words(plan.sizes[-1]), dtype=torch.int64, device=device)
         width = 0 if block_size is None else -(-plan.lengths[-1] // block_size)
         self._block_table = torch.zeros(plan.sizes[-1], width, dtype=torch.int64, device=device)
+        self.logits: torch.Tensor | None = None
+        """[largest size, V] float32, into which all of them write; None: another rank has them."""
 
     def record(
         self, recorder: Recorder, recordable: Callable[[StepTensors], Callable[[], torch.Tensor | None]]
     ) -> None:
         """`recordable` makes, of the tensors of a step, what is to be recorded. The largest come first: the
         others find room in their memory."""
+        largest = recordable(self._tensors(self.plan.sizes[-1], self.plan.lengths[0]))()
+        self.logits = None if largest is None else torch.empty_like(largest)
         for size in reversed(self.plan.sizes):
             for length in reversed(self.plan.lengths_of(size)):
                 self._graphs[size, length] = self._record(size, length, recorder, recordable)
@@ -181,10 +186,25 @@ class DecodeGraphs:
         recorder: Recorder,
         recordable: Callable[[StepTensors], Callable[[], torch.Tensor | None]],
     ) -> DecodeGraph:
+        tensors = self._tensors(size, length)
+        forward = recordable(tensors)
+        target = None if self.logits is None else self.logits[:size]
+
+        def call() -> None:
+            logits = forward()
+            if target is not None and logits is not None:
+                target.copy_(logits)
+
         columns = self._columns[: _num_words(size)]
+        return DecodeGraph(size, length, tensors, columns, call, recorder.record(call), target)
+
+    def _tensors(self, size: int, length: int) -> StepTensors:
+        """Views of the buffers, which hold padding rows now."""
+        columns = self._columns[: _num_words(size)]
+        columns.copy_(torch.from_numpy(_padding_rows(size).whole))
         stride = _stride(size)
         numbers = {name: columns[i * stride : i * stride + size] for i, name in enumerate(COLUMNS)}
-        tensors = StepTensors(
+        return StepTensors(
             **numbers,
             query_start=torch.arange(size + 1, device=self._device),
             block_table=self._block_table[:size],
@@ -192,6 +212,3 @@ class DecodeGraphs:
             query_lens=[1] * size,
             context_lens=[length - 1] * size,
         )
-        columns.copy_(torch.from_numpy(_padding_rows(size).whole))
-        run, logits = recorder.record(recordable(tensors))
-        return DecodeGraph(size, length, tensors, columns, run, logits)

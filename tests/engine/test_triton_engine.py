@@ -69,22 +69,17 @@ def test_equals_the_engine_on_a_cpu(weights: str) -> None:
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("first_length", [32, 2048])
-def test_decode_steps_are_recorded_and_replayed(
-    first_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `prepare` gave when a step was recorded does for every step that is replayed: rows come and go,
-    sequences grow from one recorded length to the next and over blocks, and each row is the oracle's."""
-    monkeypatch.setattr(graph_plan, "FIRST_LENGTH", first_length)
+def test_decode_steps_are_recorded_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `prepare` gave when a step was recorded does for every step that is replayed: a row goes, another
+    grows from one recorded length to the next and over blocks, and each is the oracle's."""
+    monkeypatch.setattr(graph_plan, "FIRST_LENGTH", 16)
     save_model("jamba", tmp_path, seed=0)
     recorder = StandInRecorder()
     kernels = {f"kernels.{op}": "triton" for op in OPERATORS if op != "lora"}
-    engine = Guarded(tmp_path, recorder=recorder, delay=1, max_num_seqs=4, max_model_len=64, **kernels)
-    for index, (length, num_tokens) in enumerate([(29, 7), (3, 3), (14, 5)]):
+    engine = Guarded(tmp_path, recorder=recorder, delay=1, max_num_seqs=2, max_model_len=32, **kernels)
+    for index, (length, num_tokens) in enumerate([(14, 5), (3, 3)]):
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         engine.add(f"r{index}", make_prompts([length], seed=index)[0], params)
     Oracle(tmp_path).check_all(engine.run())
-    lengths = (32, 64) if first_length == 32 else (64,)
-    assert engine.executor.runner.graphs.plan.lengths == lengths
-    assert recorder.num_recorded == 3 * len(lengths)
-    assert recorder.num_replays >= 6
+    assert recorder.num_recorded == 2 * len((16, 32))
+    assert recorder.num_replays == 4
