@@ -131,6 +131,21 @@ class PrefixMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if hasattr(self, "engine"):
             self.engine.scheduler.check_integrity()
+            self.check_counts()
+
+    def check_counts(self) -> None:
+        """Each prompt is counted once, when it first begins, and each of its tokens with it."""
+        counters = self.engine.scheduler.cache.prefix.counters
+        num_found = sum(counters.hit_tokens.values())
+        assert num_found + sum(counters.missed_tokens.values()) == counters.num_queried_tokens
+        assert all(count >= 0 for count in counters.missed_tokens.values())
+        requests = self.engine.requests.values()
+        begun = [r for r in requests if r.parent_id is None and (r.num_computed or r.num_preemptions)]
+        assert counters.num_queried_tokens == sum(request.num_prompt for request in begun)
+        for request in requests:
+            limit = 0 if request.parent_id is not None else request.num_prompt - 1
+            assert request.num_cached <= limit
+        assert num_found == sum(request.num_cached for request in requests)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
