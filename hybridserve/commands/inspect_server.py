@@ -209,16 +209,19 @@ def _state(url: str, series: Series) -> Iterator[tuple[str, str]]:
             ),
         )
     kept = series.value("state_checkpoints")
-    taken, skipped, evicted = _checkpoints(series)
+    taken, skipped, evicted, over_limit = _checkpoints(series)
     yield (
         "states",
-        f"{kept:,} are kept; {taken:,} were taken, {skipped:,} found no room, {evicted:,} made room",
+        f"{kept:,} are kept; {taken:,} were taken, {skipped:,} found no room, {evicted:,} made room, "
+        f"{over_limit:,} were too many on a path",
     )
 
 
 def _checkpoints(series: Series) -> list[int]:
-    """How many states were taken, how many were not for want of memory, and how many had to go."""
-    return [series.value(f"state_checkpoints_{what}_total") for what in ("taken", "skipped", "evicted")]
+    """How many states were taken, how many were not for want of memory, and how many had to go for want of
+    memory, and as their path had too many."""
+    names = ("taken", "skipped", "evicted", "over_limit")
+    return [series.value(f"state_checkpoints_{name}_total") for name in names]
 
 
 def _advice(series: Series, misses: Mapping[str, int], num_missed: int) -> Iterator[str]:
@@ -230,6 +233,6 @@ def _advice(series: Series, misses: Mapping[str, int], num_missed: int) -> Itera
         cause = CAUSES.get(name)
         if cause and cause.advice and count > WORTH_SAYING * num_missed:
             yield f"{cause.name}: {cause.advice}"
-    taken, skipped, _ = _checkpoints(series)
+    taken, skipped, *_ = _checkpoints(series)
     if skipped > WORTH_SAYING * (skipped + taken):
         yield f"{skipped:,} of {skipped + taken:,} states found no room: more memory keeps more of them"

@@ -205,9 +205,9 @@ class CacheManager:
         sources = [self.blocks.origin(block) for block in blocks]
         return self.host.swap_out(request, sources, slot and self.slots.origin(slot))
 
-    def swapped_bytes(self, request: Request) -> int:
-        """K and V of what `request` has computed, and its state."""
-        num_blocks = self.layout.blocks_for(request.num_computed)
+    def swapped_bytes(self, request: Request, num_shared: int = 0) -> int:
+        """K and V of what `request` has computed, but for its first `num_shared` blocks, and its state."""
+        num_blocks = self.layout.blocks_for(request.num_computed) - num_shared
         return num_blocks * self.layout.block_stride + self.layout.slot_stride
 
     def _swap_in(self, request: Request, match: Match, plan: StepPlan) -> None:

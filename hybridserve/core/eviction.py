@@ -23,3 +23,12 @@ def priority(num_tokens: int, num_bytes: int, last_used: int) -> Priority:
     if not num_tokens:
         return False, last_used
     return True, last_used / HALF_LIFE + math.log2(num_tokens / num_bytes)
+
+
+def rank_on_path(num_ways: int, is_end: bool, worth: Priority) -> tuple[int, bool, Priority]:
+    """Of the states on a path that has too many, the one with the smallest rank goes first.
+
+    num_ways: paths that go on from there. The more do, the more of those to come begin there, however few
+    tokens it saves each. is_end: of a prompt or a turn, which the path has gone on from. worth: its priority.
+    """
+    return num_ways, not is_end, worth

@@ -83,6 +83,8 @@ class HostTier:
         self._offered: dict[tuple[SlabKind, int], Node] = {}  # the oldest first
         self._swaps_out: dict[SlabKind, dict[int, int]] = {SlabKind.KV: {}, SlabKind.STATE: {}}
         self._num_kept_bytes = 0  # since the last step was frozen
+        self.num_planned_bytes = 0
+        """Of sequences, that the next step to be frozen copies here."""
         self._reading: dict[int, list[Held]] = {}
 
     # ---- room
@@ -116,6 +118,7 @@ class HostTier:
         request.host_block_ids = self._take_blocks(blocks)
         if slot:
             request.host_slot = self._take_slot(slot, request.id)
+        self.num_planned_bytes += self._num_bytes(len(blocks), int(slot > 0))
         self.num_sequences += 1
         return True
 
@@ -138,14 +141,18 @@ class HostTier:
                 self._free(held)
 
     def _free(self, held: Held) -> None:
-        for block in held.blocks:
-            self._fixed[SlabKind.KV].remove(block)
-            self._swaps_out[SlabKind.KV].pop(block, None)
+        num_dropped = {SlabKind.KV: 0, SlabKind.STATE: 0}
+        for kind, units in ((SlabKind.KV, held.blocks), (SlabKind.STATE, (held.slot,) if held.slot else ())):
+            for unit in units:
+                self._fixed[kind].remove(unit)
+                num_dropped[kind] += self._swaps_out[kind].pop(unit, None) is not None
+        self.num_planned_bytes -= self._num_bytes(num_dropped[SlabKind.KV], num_dropped[SlabKind.STATE])
         self.blocks.free(held.blocks)
         if held.slot:
-            self._fixed[SlabKind.STATE].remove(held.slot)
-            self._swaps_out[SlabKind.STATE].pop(held.slot, None)
             self.slots.free(held.slot, held.owner)
+
+    def _num_bytes(self, num_blocks: int, num_slots: int) -> int:
+        return num_blocks * self.layout.block_stride + num_slots * self.layout.slot_stride
 
     # ---- prefixes
 
@@ -209,7 +216,7 @@ class HostTier:
         )
         blocks.clear()
         slots.clear()
-        self._num_kept_bytes = 0
+        self._num_kept_bytes = self.num_planned_bytes = 0
         return copies
 
     # ---- what is there

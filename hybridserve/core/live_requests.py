@@ -52,7 +52,7 @@ class SchedulerCounters:
     """Of the preemptions, those that moved what was computed to the host's memory."""
     num_swaps_in: int = 0
     num_swap_bytes: int = 0
-    """Of sequences, out and in."""
+    """Of sequences, that steps copy out and in."""
     num_recomputed_instead: int = 0
     """Of the preemptions, those that should have, and for which it had no room, or which lost a copy that was
     about to be made."""
@@ -236,7 +236,6 @@ class LiveRequests:
             self.counters.num_recomputed_instead += 1
             return False
         self.counters.num_swaps_out += 1
-        self.counters.num_swap_bytes += num_bytes
         return True
 
     def restart(self) -> list[str]:

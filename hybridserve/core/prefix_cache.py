@@ -145,11 +145,12 @@ class PrefixCache(PrefixStore):
         self._count(trail, match)
         first = match.num_tokens // self._size
         # what it finds after a preemption may be its own
-        trail.first_own = min(first, trail.first_own) if request.num_preemptions else first
+        trail.first_own = min(first, trail.first_own) if trail.has_begun else first
         trail.turn_from = request.num_tokens
         self._writes.brought_in(trail, match)
-        if not request.num_preemptions:  # nobody waits behind one that was preempted
+        if not trail.has_begun:  # nobody waits behind one that was preempted
             self._waits.announce(trail, trail.nodes[first : trail.limit])
+        trail.has_begun = True
         self._plan_cuts(trail, match)
         if match.node is None:
             return
@@ -187,7 +188,7 @@ class PrefixCache(PrefixStore):
 
     def _count(self, trail: Trail, match: Match) -> None:
         counters, request = self.counters, trail.request
-        if request.num_preemptions:
+        if request.has_started:
             counters.num_resumed_tokens += match.num_tokens
             return
         request.num_cached = match.num_tokens
@@ -222,22 +223,25 @@ class PrefixCache(PrefixStore):
         """It loses its memory: it computes nothing any more that others could wait for."""
         if (trail := self._trails.get(request.id)) is not None:
             self._waits.stop(trail)
+            trail.unproven.clear()
 
     def distrust(self, request: Request) -> None:
-        """What it has computed is not to be used by anybody who comes."""
+        """What it has computed is not to be used by anybody who comes, nor what it began with unless others
+        have drawn tokens from that: whoever wrote it may be gone."""
         trail = self._trails.get(request.id)
-        if trail is None:
-            return
-        trail.is_trusted = False
-        for node in trail.nodes[trail.first_own :]:
-            if node.block or node.host_block or node.checkpoint is not None:
-                self.index.void(node)
-                return
+        if trail is not None and (node := trail.suspect()) is not None:
+            self.index.void(node)
+
+    def drew(self, request: Request) -> None:
+        """A step that has finished drew a token of it, so its logits were finite."""
+        if (trail := self._trails.get(request.id)) is not None and trail.unproven:
+            trail.drew()
 
     def forked(self, child: Request) -> None:
         """A request begins with what its parent has computed."""
         if (trail := self._trails.get(child.id)) is not None:
-            trail.num_noted = child.num_computed // self._size
+            trail.has_begun = True
+            trail.num_noted = trail.first_own = child.num_computed // self._size
             trail.turn_from = child.num_computed
 
     # ---- what it holds

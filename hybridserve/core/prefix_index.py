@@ -135,7 +135,7 @@ class PrefixIndex:
     def fill(self, node: Node, block: int, *, is_held: bool) -> None:
         """Hang up a block; `is_held`: somebody else holds it as well."""
         assert node.parent is not None
-        node.block, node.last_used = block, self.clock
+        node.block, node.last_used, node.is_proven = block, self.clock, False
         self._by_block[block] = node
         self.num_evictable_blocks += 1
         node.parent.num_filled += 1

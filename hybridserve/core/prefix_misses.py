@@ -64,7 +64,7 @@ class EvictedPaths:
 
 
 class PrefixMisses:
-    """Asked once for each prompt, when it is admitted. Costs O(blocks that are missing)."""
+    """Asked once for each prompt, when it is first admitted. Costs O(blocks that are missing)."""
 
     def __init__(self, evicted: EvictedPaths, waits: PrefixWaits, *, size: int, has_blocks: bool) -> None:
         self._evicted = evicted

@@ -37,6 +37,8 @@ class Checkpoint:
     """Steps in flight that copy from it."""
     is_hosted: bool = False
     """Whether its slot is one of the host's memory."""
+    is_proven: bool = False
+    """Whether somebody who wrote it or began with it has drawn a token since."""
 
 
 class Node:
@@ -47,6 +49,7 @@ class Node:
         "checkpoint",
         "children",
         "host_block",
+        "is_proven",
         "is_void",
         "key",
         "last_used",
@@ -76,11 +79,23 @@ class Node:
         self.last_used = 0
         self.checkpoint: Checkpoint | None = None
         self.is_void = False  # what hangs here is not to be used
+        self.is_proven = False  # somebody who wrote K and V or began with them has drawn a token since
 
     @property
     def is_bare(self) -> bool:
         kept = self.block or self.host_block or self.checkpoint
         return not (self.children or self.num_users or kept)
+
+    @property
+    def has_kv(self) -> bool:
+        return self.block > 0 or self.host_block > 0
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether something is kept here that nobody has drawn a token from."""
+        if self.has_kv and not self.is_proven:
+            return True
+        return self.checkpoint is not None and not self.checkpoint.is_proven
 
     @property
     def has_hosted_checkpoint(self) -> bool:

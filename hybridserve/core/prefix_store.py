@@ -38,18 +38,20 @@ class PrefixCounters:
     )
     """Prompt tokens that were computed, by why they had to be: with the others, all that were queried."""
     num_queried_tokens: int = 0
-    """Prompt tokens of all that were admitted."""
+    """Prompt tokens of all that were admitted, each prompt once."""
     num_resumed_tokens: int = 0
-    """Tokens that sequences did not compute again after a preemption."""
+    """Tokens that sequences did not compute again after a preemption, and that continuations of a prompt
+    (n > 1) did not which could not fork."""
     num_unreached_tokens: int = 0
     """Prompt tokens that were computed though K and V were there: no checkpoint."""
     num_checkpoints: int = 0
     num_skipped_checkpoints: int = 0
     """For want of memory."""
     num_evicted_blocks: int = 0
-    num_evicted_checkpoints: int = 0
     num_replaced_checkpoints: int = 0
     """Of sequences that generate, by newer ones of their own."""
+    num_over_limit_checkpoints: int = 0
+    """That went because their path had too many, however much memory there was."""
     num_spilled_blocks: int = 0
     """Of those evicted, what went to the host's memory."""
     num_spilled_checkpoints: int = 0
@@ -59,6 +61,7 @@ class PrefixCounters:
     num_vanished_blocks: int = 0
     """That were worth keeping, and for which the host's memory had no room, or has none any more."""
     num_vanished_checkpoints: int = 0
+    """Gone for want of memory, from the arena and the host's."""
     num_waits: int = 0
     num_waits_given_up: int = 0
 
@@ -130,7 +133,7 @@ class PrefixStore:
             return False
         is_kept = self.hosted.keep_block(node)
         if is_kept and node.checkpoint is not None and not node.has_hosted_checkpoint:
-            self._keep_checkpoint(node)
+            self.hosted.keep_checkpoint(node, OWNER)
         if not node.host_block:  # perhaps it had to make room for its own checkpoint
             self.index.remember_evicted(node)
         block, checkpoint = self.index.take_block(node)
@@ -138,7 +141,7 @@ class PrefixStore:
         self.counters.num_evicted_blocks += 1
         if checkpoint is not None:
             self.counters.num_vanished_checkpoints += 1
-            self._free_checkpoint(checkpoint)
+            self._give_back(checkpoint)
         return True
 
     def evict_checkpoint(self) -> bool:
@@ -151,16 +154,11 @@ class PrefixStore:
 
     def evict_checkpoint_of(self, node: Node) -> None:
         """Its slot is free afterwards."""
-        if not self._keep_checkpoint(node):
+        if not self.hosted.keep_checkpoint(node, OWNER):
             self.counters.num_vanished_checkpoints += 1
             if not self._has_blocks:  # with it goes all that is kept of the prefix
                 self.index.remember_evicted(node)
-            self.drop(node)
-
-    def _keep_checkpoint(self, node: Node) -> bool:
-        is_kept = self.hosted.keep_checkpoint(node, OWNER)
-        self.counters.num_evicted_checkpoints += is_kept
-        return is_kept
+            self._give_back(self.index.take_down(node))
 
     def clear(self) -> None:
         """Keep nothing but what sequences hold or steps in flight use."""
@@ -169,17 +167,14 @@ class PrefixStore:
         self._host.clear()
 
     def drop(self, node: Node) -> None:
-        """The checkpoint there, which nobody reads, is not worth its memory."""
-        self._free_checkpoint(self.index.take_down(node))
+        """There are too many on a path; nobody reads the one there."""
+        self._give_back(self.index.take_down(node))
+        self.counters.num_over_limit_checkpoints += 1
 
     def replace(self, node: Node) -> None:
         """A sequence's former end makes room for its new one."""
         self._give_back(self.index.take_down(node))
         self.counters.num_replaced_checkpoints += 1
-
-    def _free_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._give_back(checkpoint)
-        self.counters.num_evicted_checkpoints += 1
 
     def _give_back(self, checkpoint: Checkpoint) -> None:
         if checkpoint.is_hosted:

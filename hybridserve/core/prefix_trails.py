@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hybridserve.core.prefix_index import PrefixIndex
+    from hybridserve.core.prefix_nodes import Checkpoint
     from hybridserve.core.request import Request
 
 MAX_PARTINGS = 2
@@ -62,9 +63,13 @@ class Trail:
     """Tokens of a block."""
     root: Node = field(init=False)
     nodes: list[Node] = field(default_factory=list)
+    has_begun: bool = False
+    """Whether it has had memory since this tree began: what is there now may be its own."""
     first_own: int = 0
     """Nodes before it were there when it began."""
     is_trusted: bool = True
+    unproven: list[Node | Checkpoint] = field(default_factory=list)
+    """K and V, and states, that it has begun with or written since it drew its last token."""
     num_noted: int = 0
     """Of its blocks, those that are in the tree or will be when their step has finished."""
     cuts: list[Cut] = field(default_factory=list)
@@ -101,6 +106,34 @@ class Trail:
             del self.nodes[void:]
         self.extend(self.limit)
         return self.nodes[: self.limit]
+
+    def begins_with(self, match: Match) -> None:
+        """With this, and nothing that it had before."""
+        self.unproven = [node for node in match.shared if not node.is_proven]
+        checkpoint = match.node.checkpoint if match.node is not None else None
+        if checkpoint is not None and not checkpoint.is_proven:
+            self.unproven.append(checkpoint)
+
+    def drew(self) -> None:
+        """A token: so all that it has used is good."""
+        for one in self.unproven:
+            one.is_proven = True
+        self.unproven.clear()
+
+    def suspect(self) -> Node | None:
+        """What it has computed is wrong. Returns the first node that others are not to use: of its own, or of
+        those that it began with and nobody has drawn from. What was proven has to be proven again."""
+        self.is_trusted = False
+        if not self.has_begun:
+            return None
+        began = self.nodes[: self.first_own]
+        first = next((node for node in began if node.is_doubtful), None)
+        for node in began:
+            node.is_proven = False
+        if began and began[-1].checkpoint is not None:
+            began[-1].checkpoint.is_proven = False
+        own = (node for node in self.nodes[self.first_own :] if node.has_kv or node.checkpoint is not None)
+        return first or next(own, None)
 
     def leave_when_done(self) -> None:
         if not self.is_open and not self.num_pending:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridserve.core.eviction import priority
+from hybridserve.core.eviction import priority, rank_on_path
 from hybridserve.core.host_tier import OWNER
 from hybridserve.core.prefix_nodes import Cause, Checkpoint
 from hybridserve.core.step import UnitCopy
@@ -64,6 +64,7 @@ class PrefixWrites:
         finished."""
         first, end = len(match.shared), match.num_tokens // self._size
         trail.num_noted = max(first, end)
+        trail.begins_with(match)
         if blocks := trail.request.block_ids[first:end]:
             self._note(_Pending(trail, end * self._size, end * self._size, first, blocks, None))
 
@@ -154,6 +155,7 @@ class PrefixWrites:
                 held = self._blocks.num_references(block) > 1
                 self._index.fill(trail.nodes[place], block, is_held=held)
                 self._store.hosted.filled(trail.nodes[place])
+                trail.unproven.append(trail.nodes[place])
             else:  # somebody else was first
                 self._blocks.free([block])
         if pending.checkpoint is not None:
@@ -171,15 +173,23 @@ class PrefixWrites:
         self._store.check(checkpoint, node.num_tokens)
         self._index.hang(node, checkpoint)
         self._store.counters.num_checkpoints += 1
+        trail.unproven.append(checkpoint)
         if checkpoint.cause is Cause.TURN:
             if trail.turn is not None and self._is_superseded(trail.turn):
                 self._store.replace(trail.turn)
             trail.turn = node
         while len(path := self._index.checkpoints_around(node)) > MAX_CHECKPOINTS:
             idle = [one for one in path if one.checkpoint is not None and not one.checkpoint.num_readers]
-            # the newest saves few tokens, but the next turn begins there
-            older = [one for one in idle if one is not node]
-            self._store.drop(min(older or idle, key=self._index.checkpoint_priority))
+            # the newest and the path's last save few tokens, but the next turn begins there
+            last = max(path, key=lambda one: one.num_tokens)
+            older = [one for one in idle if one is not node and one is not last]
+            self._store.drop(min(older or idle, key=self._rank))
+
+    def _rank(self, node: Node) -> tuple[int, bool, tuple[bool, float]]:
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        is_end = checkpoint.cause in (Cause.PROMPT, Cause.TURN)
+        return rank_on_path(len(node.children), is_end, self._index.checkpoint_priority(node))
 
     # ---- until then
 

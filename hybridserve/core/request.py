@@ -258,7 +258,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
-    """Tokens of the prompt that had been computed before, for others."""
+    """Tokens of the prompt that had been computed before, for others, when it first began; 0 for those that
+    fork."""
     num_pending: int = 0
     num_preemptions: int = 0
     block_ids: tuple[int, ...] = ()

@@ -54,6 +54,7 @@ class Scheduler(LiveRequests):
             plan.step_id, self._num_promised_blocks, is_starved=plan.is_starved
         )
         moves, moved = self.cache.take_moves()
+        self.counters.num_swap_bytes += self.cache.host.num_planned_bytes
         step = plan.freeze(
             self._finished,
             self.adapters.generation,
@@ -145,6 +146,7 @@ class Scheduler(LiveRequests):
                 break
             if is_swapped_out:
                 self.counters.num_swaps_in += 1
+                self.counters.num_swap_bytes += self.cache.swapped_bytes(request, len(match.shared))
             length = _up_to_cut(request, min(request.num_tokens - request.num_computed, plan.budget))
             self.cache.reserve(request, request.num_computed + length)
             self._waiting.discard(request)
@@ -214,6 +216,7 @@ class Scheduler(LiveRequests):
             token = sampled[request.id]
             request.output_ids.append(token)
             request.num_pending -= 1
+            self.cache.prefix.drew(request)
             self._waiting.shares[request.adapter].num_generated_tokens += 1
             finish_reason = self._limits.finish_reason(request, token, is_complete=request.id in complete)
             events.append(TokenEvent(request.id, token, finish_reason))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -216,8 +217,12 @@ def total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or what its control group leaves."""
+    """Bytes that this process may still take: the machine's, or what its control group or a limit on its
+    addresses leaves."""
     available = int(psutil.virtual_memory().available)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        available = min(available, limit - psutil.Process().memory_info().vms)
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError, KeyError):  # no control group, or no limit ("max")
         limit = int((group / "memory.max").read_text())

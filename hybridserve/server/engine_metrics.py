@@ -46,14 +46,21 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_hit_requests": ("prefix_num_hits", "prompts that began with what had been computed"),
     "prefix_cache_resumed_tokens": (
         "prefix_num_resumed_tokens",
-        "tokens that sequences found again after they had given their memory up",
+        "tokens that sequences found which began again, or which could not fork",
     ),
     "prefix_cache_waits": ("prefix_num_waits", "requests that waited for what another was computing"),
     "prefix_cache_waits_given_up": ("prefix_num_waits_given_up", "of them, those that waited in vain"),
     "prefix_cache_evicted_blocks": ("prefix_num_evicted_blocks", "kept blocks of KV that made room"),
     "state_checkpoints_taken": ("prefix_num_checkpoints", "states that were kept"),
     "state_checkpoints_skipped": ("prefix_num_skipped_checkpoints", "states not kept for want of memory"),
-    "state_checkpoints_evicted": ("prefix_num_evicted_checkpoints", "kept states that made room"),
+    "state_checkpoints_evicted": (
+        "prefix_num_vanished_checkpoints",
+        "kept states that made room and are gone",
+    ),
+    "state_checkpoints_over_limit": (
+        "prefix_num_over_limit_checkpoints",
+        "kept states that went because their path had too many",
+    ),
     "state_checkpoints_replaced": (
         "prefix_num_replaced_checkpoints",
         "kept states that a newer one of the same sequence took the place of",

@@ -283,12 +283,12 @@ def tokens_in(e: ScriptedEngine, num_slabs: int) -> list[int]:
 def test_no_prefix_goes_while_units_that_are_open_would_do() -> None:
     e = scattered_checkpoints()
     prefix = e.scheduler.cache.prefix
-    before = (prefix.counters.num_evicted_blocks, prefix.counters.num_evicted_checkpoints)
+    before = (prefix.counters.num_evicted_blocks, prefix.counters.num_vanished_checkpoints)
     e.add("late", tokens_in(e, 1), max_tokens=1, ignore_eos=True)
     step = e.step()
     assert step is not None
     assert len(step.moves.slots) == 1
-    assert (prefix.counters.num_evicted_blocks, prefix.counters.num_evicted_checkpoints) == before
+    assert (prefix.counters.num_evicted_blocks, prefix.counters.num_vanished_checkpoints) == before
     e.abort("late")
     for index in range(12):
         e.add(f"again{index}", [index, 1, 1, 1, 1, 2], max_tokens=1, ignore_eos=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridserve.core.request import RequestStatus
-from tests.harness.scripted import ScriptedEngine, toy_layout
+from tests.harness.machines import drawn_engine
 
 MAX_MODEL_LEN = 60
 NUM_SLABS = {"hybrid": (6, 24), "kv": (16, 40), "state": (3, 14)}
@@ -22,23 +22,11 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        kind = data.draw(st.sampled_from(["hybrid", "kv", "state"]))
-        slots_per_slab = data.draw(st.sampled_from([1, 2])) if kind == "hybrid" else 1
-        layout = toy_layout(
-            data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab
-        )
-        num_host_slabs = data.draw(st.sampled_from([0, 2, 3, 6, 40]))
-        policies = ["auto", "swap", "recompute"] if num_host_slabs else ["auto"]
-        longest = layout.max_tokens_one_sequence() or MAX_MODEL_LEN
-        self.engine = ScriptedEngine(
-            layout,
-            depth=data.draw(st.sampled_from([1, 2])),
-            max_num_seqs=data.draw(st.integers(1, 6)),
-            max_num_batched_tokens=data.draw(st.integers(1, 40)),
-            max_model_len=min(longest, MAX_MODEL_LEN),
-            num_host_slabs=num_host_slabs,
-            preemption=data.draw(st.sampled_from(policies)),
-            swap_bytes_per_token=data.draw(st.sampled_from([0, 300, 10**6])),
+        self.engine = drawn_engine(
+            data,
+            num_slabs=NUM_SLABS,
+            max_model_len=MAX_MODEL_LEN,
+            most_tokens=40,
             num_slots=2,
             prefix_caching=True,
             checkpoint_interval=data.draw(st.sampled_from([0, 4, 8, 16])),
@@ -131,6 +119,21 @@ class PrefixMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if hasattr(self, "engine"):
             self.engine.scheduler.check_integrity()
+            self.check_counts()
+
+    def check_counts(self) -> None:
+        """Each prompt is counted once, when it first begins, and each of its tokens with it."""
+        counters = self.engine.scheduler.cache.prefix.counters
+        num_found = sum(counters.hit_tokens.values())
+        assert num_found + sum(counters.missed_tokens.values()) == counters.num_queried_tokens
+        assert all(count >= 0 for count in counters.missed_tokens.values())
+        requests = self.engine.requests.values()
+        begun = [r for r in requests if r.parent_id is None and (r.num_computed or r.num_preemptions)]
+        assert counters.num_queried_tokens == sum(request.num_prompt for request in begun)
+        for request in requests:
+            limit = 0 if request.parent_id is not None else request.num_prompt - 1
+            assert request.num_cached <= limit
+        assert num_found == sum(request.num_cached for request in requests)
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

@@ -207,3 +207,31 @@ def test_counts_across_salts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixIndex, "root", lambda self, salt: plain(self, None))
     with pytest.raises(AssertionError):
         test_s028_nothing_is_told_of_another_salt()
+
+
+@pytest.mark.parametrize("length", [20, 21])  # a multiple of the block size, or not
+def test_continuations_that_could_not_fork_are_no_prompts(length: int) -> None:
+    """They match all of the prompt, as their next token is known: that is not a hit."""
+    e = engine(max_num_seqs=1)
+    num_new = 16 if length == 20 else 20
+    counted = serve(e, "a", tokens(length), max_tokens=9, n=3)
+    assert counted == {"new": num_new, "remainder": length - num_new}
+    assert e.scheduler.counters.num_failed_forks == 2
+    assert [request.num_cached for request in e.requests.values()] == [0, 0, 0]
+    assert e.scheduler.cache.prefix.counters.num_resumed_tokens > 2 * 12
+    e.check_outputs()
+
+
+def test_what_is_found_after_a_preemption_or_a_restart_was_not_asked_for() -> None:
+    e = engine()
+    serve(e, "a", tokens(22))
+    b = e.add("b", tokens(22), max_tokens=12, ignore_eos=True)
+    e.step()
+    e.scheduler.preempt(b)
+    e.step()
+    e.restart()
+    e.run()
+    assert (b.num_cached, b.num_preemptions) == (20, 2)
+    assert counts(e) == {"new": 20, "remainder": 4, "hit": 20}
+    assert e.scheduler.cache.prefix.counters.num_resumed_tokens == 20
+    e.check_outputs()

@@ -54,6 +54,42 @@ def test_a_prompt_is_computed_once(kind: str, depth: int) -> None:
 
 @pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
 @pytest.mark.parametrize("depth", [1, 2])
+def test_after_a_restart_what_many_share_is_computed_once_again(kind: str, depth: int) -> None:
+    """They have lost their memory, and not because there was too little: others may wait for them."""
+    e = engine(depth=depth, kind=kind, max_num_seqs=40, max_num_batched_tokens=200, num_slabs=200)
+    shared = tokens(40)
+    for index in range(16):
+        e.add(f"r{index}", [*shared, index, 1, 2, 3, 4], max_tokens=9, ignore_eos=True)
+    while not all(request.output_ids for request in e.requests.values()):
+        e.step()
+    before = e.num_computed
+    e.restart()
+    e.run()
+    assert e.num_computed - before == 40 + 16 * (5 + 8)
+    e.check_outputs()
+    e.check_drained()
+
+
+def test_a_writer_that_is_preempted_after_a_restart_is_waited_for_no_more() -> None:
+    e = engine(checkpoint_interval=8)
+    for name in "ab":
+        e.add(name, tokens(60), max_tokens=3, ignore_eos=True)
+    e.step()
+    e.restart()
+    e.step()
+    a, b = e.requests["a"], e.requests["b"]
+    prefix = e.scheduler.cache.prefix
+    assert (a.status, prefix.holds(b)) == (RequestStatus.RUNNING, True)
+    e.scheduler.preempt(a)
+    e.step()
+    assert not prefix.holds(b)
+    e.run()
+    e.check_outputs()
+    e.check_drained()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "kv", "state"])
+@pytest.mark.parametrize("depth", [1, 2])
 def test_requests_that_come_together_compute_what_they_share_once(kind: str, depth: int) -> None:
     e = engine(depth=depth, kind=kind, max_num_seqs=40, max_num_batched_tokens=200, num_slabs=200)
     shared = tokens(40)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridserve.core.request import RequestStatus
-from tests.harness.scripted import VOCAB, ScriptedEngine, toy_layout
+from tests.harness.machines import drawn_engine
+from tests.harness.scripted import VOCAB
 
 MAX_MODEL_LEN = 40
 NUM_SLABS = {"hybrid": (5, 9), "kv": (12, 20), "state": (3, 6)}
@@ -22,23 +23,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        kind = data.draw(st.sampled_from(["hybrid", "kv", "state"]))
-        slots_per_slab = data.draw(st.sampled_from([1, 2])) if kind == "hybrid" else 1
-        layout = toy_layout(
-            data.draw(st.integers(*NUM_SLABS[kind])), kind=kind, slots_per_slab=slots_per_slab
-        )
-        num_host_slabs = data.draw(st.sampled_from([0, 2, 3, 6, 40]))
-        policies = ["auto", "swap", "recompute"] if num_host_slabs else ["auto"]
-        longest = layout.max_tokens_one_sequence() or MAX_MODEL_LEN
-        self.engine = ScriptedEngine(
-            layout,
-            depth=data.draw(st.sampled_from([1, 2])),
-            max_num_seqs=data.draw(st.integers(1, 6)),
-            max_num_batched_tokens=data.draw(st.integers(1, 20)),
-            max_model_len=min(longest, MAX_MODEL_LEN),
-            num_host_slabs=num_host_slabs,
-            preemption=data.draw(st.sampled_from(policies)),
-            swap_bytes_per_token=data.draw(st.sampled_from([0, 300, 10**6])),
+        self.engine = drawn_engine(
+            data,
+            num_slabs=NUM_SLABS,
+            max_model_len=MAX_MODEL_LEN,
+            most_tokens=20,
             policy=data.draw(st.sampled_from(["fcfs", "priority"])),
         )
         self.num_added = 0

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -186,6 +187,32 @@ def test_the_memory_of_the_host():
     lines = [f'hybridserve_host_cache_bytes{{kind="{kind}"}} {float(size)}' for kind, size in sizes.items()]
     told = report("u", Series("\n".join([page(), *lines]), "u"))
     assert "4 MiB: 25.0% of sequences that were swapped out, 25.0% K and V that are kept, 50.0% free" in told
+
+
+def test_the_documentation_shows_what_is_said():
+    """Whose lines, but for numbers, are those of a server that has something to say in each of them."""
+    text = (Path(__file__).parents[2] / "docs/prefix-cache.md").read_text()
+    shown = text.split("```")[3].partition("\n\n")[0].strip().splitlines()
+    labelled = {
+        "cache_config_info": {'block_size="16",checkpoint_interval="512"': 1},
+        "cache_bytes": {
+            f'kind="{kind}"': 2**20 for kind in ("kv_cached", "checkpoints", "fragmented", "free")
+        },
+        "host_cache_bytes": {'kind="free"': 2**32},
+        "prefix_cache_hit_tokens_total": {'cause="prompt"': 40, 'cause="parting"': 20},
+    }
+    lines = [
+        f"hybridserve_{name}{{{labels}}} {value}"
+        for name, values in labelled.items()
+        for labels, value in values.items()
+    ]
+    counts = page(prefix_cache_queries_total=100, prefix_cache_hits_total=60, prefix_cache_waits_total=3)
+    told = report("http://127.0.0.1:8000", Series("\n".join([counts, *lines]), "u"))
+
+    def without_numbers(line: str) -> str:
+        return re.sub(r"\d[\d,.]*", "0", line)
+
+    assert [*map(without_numbers, shown)] == [*map(without_numbers, told.splitlines()[: len(shown)])]
 
 
 def test_it_needs_no_torch(url, monkeypatch):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Rule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     """x [..., in] -> the places of its elements between whole numbers, and the numbers that they become."""
 
-EDGE = 1e-5
+EDGE = 3e-5
 """So near to the middle between two whole numbers, sums in another order may be rounded to the other one."""
 
 

@@ -329,7 +329,7 @@ def f040_hits_are_held_before_room_is_made(model: Path, oracle: Oracle) -> None:
     longer = prompt[:16] + make_prompts([num_own * BLOCK - 1], seed=8)[0]
     assert ask(engine, "longer", longer, 1) >= 8
     after = counters(engine)
-    evicted = ("prefix_num_evicted_blocks", "prefix_num_evicted_checkpoints")
+    evicted = ("prefix_num_evicted_blocks", "prefix_num_vanished_checkpoints")
     assert sum(after[name] - before[name] for name in evicted) > 0
     audit(engine, oracle)
     oracle.check_all(engine.run())

@@ -92,8 +92,9 @@ def run_cell(
 
 
 def alike(prompts: list[list[int]]) -> list[list[int]]:
-    """Two of three begin with the same tokens."""
-    common = make_prompts([14], seed=3)[0]
+    """Two of three begin with the same tokens. None brings a router so near to a tie that rounding decides
+    between two experts, as seeds 3 and 6 do; nor, in 8 bits, a product so near to an edge as 5 and 8."""
+    common = make_prompts([14], seed=7)[0]
     return [
         prompt if index % 3 == 0 else (common + prompt)[: len(prompt)] for index, prompt in enumerate(prompts)
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from hybridserve.core import prefix_cache
+from hybridserve.core import prefix_trails
 from tests.harness.adapter_engine import AdapterEngine, Oracles
 from tests.harness.adapters import activated_logits, edit_config
 from tests.harness.engine import make_prompts
@@ -141,7 +141,7 @@ def l023_an_adapter_that_begins_later(kit: Kit, oracles: Oracles, tmp_path: Path
 
 
 def tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    plain = prefix_cache.block_key
+    plain = prefix_trails.block_key
 
     def key(request: Request, place: int, size: int) -> bytes:
         adapter_id, request.adapter_id = request.adapter_id, None
@@ -149,11 +149,11 @@ def tokens_alone(patch: pytest.MonkeyPatch) -> None:
         request.adapter_id = adapter_id
         return found
 
-    patch.setattr(prefix_cache, "block_key", key)
+    patch.setattr(prefix_trails, "block_key", key)
 
 
 def names_for_contents(patch: pytest.MonkeyPatch) -> None:
-    plain = prefix_cache.block_key
+    plain = prefix_trails.block_key
 
     def key(request: Request, place: int, size: int) -> bytes:
         adapter_id = request.adapter_id
@@ -162,12 +162,12 @@ def names_for_contents(patch: pytest.MonkeyPatch) -> None:
         request.adapter_id = adapter_id
         return found
 
-    patch.setattr(prefix_cache, "block_key", key)
+    patch.setattr(prefix_trails, "block_key", key)
 
 
 def on_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
     """Where an adapter begins is no part of the key: all is its own."""
-    plain = prefix_cache.block_key
+    plain = prefix_trails.block_key
 
     def key(request: Request, place: int, size: int) -> bytes:
         start, request.adapter_start = request.adapter_start, 0
@@ -175,7 +175,7 @@ def on_from_the_beginning(patch: pytest.MonkeyPatch) -> None:
         request.adapter_start = start
         return found
 
-    patch.setattr(prefix_cache, "block_key", key)
+    patch.setattr(prefix_trails, "block_key", key)
 
 
 RECIPES: dict[Callable[[Kit, Oracles, Path], None], Callable[[pytest.MonkeyPatch], None]] = {

@@ -102,10 +102,12 @@ def test_the_engine_at_a_glance():
         kinds = base64.b64decode(engine["arena"]["slabs"])
         assert list(kinds) == [SlabKind.NULL, *[SlabKind.KV, SlabKind.STATE] * 2]
         assert engine["arena"]["num_slabs"] == 5
-        assert [(each["adapter"], each["max_tokens"]) for each in engine["requests"]] == [
+        # which of the two came first, nobody knows
+        assert {(each["adapter"], each["max_tokens"]) for each in engine["requests"]} == {
             (None, 30),
             ("law", 30),
-        ]
+        }
+        assert len(engine["requests"]) == 2
         assert "hello" not in str(state)
         assert [each["name"] for each in engine["adapters"]] == ["law"]
         assert engine["arena"]["bytes_by_kind"].keys() == set(ARENA_KINDS)
