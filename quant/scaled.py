@@ -108,7 +108,8 @@ class ScaledFormat(WeightFormat):
         return self.moe.experts(x, routing_weights, expert_ids, gate_up, down, delta)
 
     def dequantize_expert(self, weights: Weights, expert: int, part: str) -> torch.Tensor:
-        gate_up, down = (w.expert(expert) for w in self.moe.unpack_scaled(*self._experts(weights)))
+        gate_up, down = (weight.part(expert, expert + 1) for weight in self._experts(weights))
+        gate_up, down = (weight.expert(0) for weight in self.moe.unpack_scaled(gate_up, down))
         codes = part_of(gate_up.codes, down.codes, part)
         return codes.float().mul_(part_of(gate_up.scales, down.scales, part).unsqueeze(1))
 

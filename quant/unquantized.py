@@ -69,8 +69,9 @@ class UnquantizedFormat(WeightFormat):
         return self.moe.experts(x, routing_weights, expert_ids, weights["gate_up"], weights["down"], delta)
 
     def dequantize_expert(self, weights: Weights, expert: int, part: str) -> torch.Tensor:
-        gate_up, down = self.moe.unpack(weights["gate_up"], weights["down"])
-        return part_of(gate_up[expert], down[expert], part)
+        one = slice(expert, expert + 1)
+        gate_up, down = self.moe.unpack(weights["gate_up"][one], weights["down"][one])
+        return part_of(gate_up[0], down[0], part)
 
 
 def plain(source: Source) -> torch.Tensor:

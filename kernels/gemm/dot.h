@@ -3,7 +3,7 @@
    A result is the same bits whatever other rows and outputs are computed, and by whatever thread: a block of
    2 * LANES elements is added to one accumulator of LANES lanes, block after block along the inputs, and the lanes are
    summed in one order. Tiles of rows and outputs only choose which accumulators are in registers together. The weight is
-   read as it is stored.
+   read as it is stored; one that is laid out in panels goes to panels.h.
 
    x is packed (`pack`): float32, padded with zeros to whole blocks and, where the weight is half-precision, in the order
    in which its pairs come apart; or whole numbers, where the weight wants them (integers.h; codes.h for
@@ -14,6 +14,7 @@
 
 #include "gemm/codes.h"
 #include "gemm/integers.h"
+#include "gemm/panels.h"
 #include "gemm/sums.h"
 
 #define BLOCK (2 * LANES)
@@ -55,13 +56,16 @@ INLINE void pack_floats(float *packed, const float *x, int kind, int64_t num_inp
   }
 }
 
+/* The kind of weight whose order of inputs a packed row has. */
+INLINE int order_of(weight w) { return w.is_packed ? FLOAT32 : w.kind; }
+
 /* A row of any kind for a weight of any. */
 UNUSED static void pack(float *packed, const void *x, int kind, weight w) {
   if (w.limit) {
     round_row(packed, x, kind, w.num_inputs, w.limit);
   } else if (kind == FLOAT32) {
-    pack_floats(packed, (const float *)x, w.kind, w.num_inputs);
-  } else if (w.kind == kind) {
+    pack_floats(packed, (const float *)x, order_of(w), w.num_inputs);
+  } else if (w.kind == kind && !w.is_packed) {
     pack_row(packed, x, kind, w.num_inputs);
   } else {
     for (int64_t i = 0; i < round_up(w.num_inputs, BLOCK); i += LANES)
@@ -121,9 +125,6 @@ INLINE void tile(int num_rows, int kind, const float *x, int64_t x_stride, weigh
   for (int m = 0; m < num_rows; m++) put_sums(sum_four(acc + m * ROW_OF_SUMS), out, row + m, first, num);
 }
 
-/* Instead of a kind: int8 codes and rows in whole numbers. */
-#define WHOLE (-1)
-
 INLINE void any_tile(int num_rows, int kind, const float *x, int64_t x_stride, weight w, int64_t first, int64_t end,
                      const target *out, int64_t row) {
   if (kind == WHOLE)
@@ -163,7 +164,9 @@ static void panel(const float *x, int64_t x_stride, int64_t num_rows, weight w, 
 /* The same for weights of all kinds. */
 UNUSED static void any_panel(const float *x, int64_t x_stride, int64_t num_rows, weight w, int64_t first, int64_t end,
                              target out) {
-  if (w.kind < INT8)
+  if (w.is_packed)
+    packed_panel(x, x_stride, num_rows, w, first, end, out);
+  else if (w.kind < INT8)
     panel(x, x_stride, num_rows, w, first, end, out);
   else if (w.limit)
     panel_of(WHOLE, x, x_stride, num_rows, w, first, end, &out);

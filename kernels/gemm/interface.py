@@ -28,6 +28,10 @@ class ScaledWeight(NamedTuple):
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def part(self, first: int, end: int) -> ScaledWeight:
+        """Some of several experts."""
+        return ScaledWeight(self.codes[first:end], self.scales[first:end], self.int8_rows)
+
     def expert(self, index: int) -> ScaledWeight:
         """The weight [out, in] of one of several experts."""
         return ScaledWeight(self.codes[index], self.scales[index], self.int8_rows)

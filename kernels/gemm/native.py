@@ -12,6 +12,7 @@ import torch
 
 from hybridserve.kernels import native
 from hybridserve.kernels.gemm.interface import INT8_MAX, GemmBackend, ScaledWeight, Weight
+from hybridserve.kernels.gemm.panels import DTYPES, Panels
 
 if TYPE_CHECKING:
     from hybridserve.kernels.registry import Capabilities
@@ -23,9 +24,11 @@ FUNCTIONS = {
         *(native.POINTER, native.INT, native.POINTER, native.INT),  # x, weight and the strides of their rows
         *(native.POINTER, native.POINTER, native.POINTER),  # scales, bias, y
         *(native.INT, native.INT, native.INT),  # rows, outputs, inputs
-        *(native.INT, native.INT, native.INT),  # kinds of x and weight, limit of rounded rows
+        *(native.INT, native.INT),  # kinds of x and weight
+        *(native.INT, native.INT),  # limit of rounded rows, whether the weight is in panels
         *(native.POINTER, native.INT, native.INT, native.INT),  # packed, its stride, rows at once, threads
-    )
+    ),
+    "panel_outputs": (native.POINTER,),
 }
 """What native.c has, by the types of arguments."""
 
@@ -41,15 +44,17 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 _PACKED_BYTES = 1 << 18
 """Of rows that a thread works on at once: half a second-level cache."""
 
-_TILE_ROWS = 3
-"""Rows that are multiplied together."""
+_TILE_ROWS = 6
+"""Rows that are multiplied together, or a multiple of it."""
 
 _ROWS_A_THREAD = 48
 """With fewer rows than this a thread, threads divide the outputs; with more, the rows."""
 
 
 class Native(GemmBackend):
-    """Int8 codes are multiplied with whole numbers, for any number of rows: each row of x is rounded to 15
+    """Weights whose outputs fill panels (panels.h) are laid out in them; others are multiplied as they are.
+
+    Int8 codes are multiplied with whole numbers, for any number of rows: each row of x is rounded to 15
     bits, and sums of up to 1,024 products are exact. Other codes are widened to float32 as they are read."""
 
     name = "native"
@@ -64,13 +69,29 @@ class Native(GemmBackend):
         return native.obstacle(SOURCE)
 
     def __init__(self) -> None:
-        self._gemm = native.load(SOURCE, FUNCTIONS).gemm
+        library = native.load(SOURCE, FUNCTIONS)
+        self._gemm = library.gemm
+        self._panels = Panels.of(library)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.contiguous()
+        if weight.dtype not in DTYPES or not self._panels.fit(*weight.shape, in_pairs=False):
+            return weight.contiguous()
+        return self._panels.lay_out(weight, in_pairs=False)
+
+    def unpack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight if weight.dim() == 2 else self._panels.restore(weight, in_pairs=False)
 
     def pack_scaled(self, weight: ScaledWeight) -> ScaledWeight:
-        return contiguous(weight)
+        weight = contiguous(weight)
+        in_pairs = self._in_pairs(weight)
+        if weight.codes.dtype not in CODES or not self._panels.fit(*weight.shape, in_pairs=in_pairs):
+            return weight
+        return weight._replace(codes=self._panels.lay_out(weight.codes, in_pairs=in_pairs))
+
+    def unpack_scaled(self, weight: ScaledWeight) -> ScaledWeight:
+        if weight.codes.dim() == 2:
+            return weight
+        return weight._replace(codes=self._panels.restore(weight.codes, in_pairs=self._in_pairs(weight)))
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         scales = None
@@ -84,10 +105,17 @@ class Native(GemmBackend):
             codes = weight
             fits = codes.dtype == dtype
         num_rows, num_inputs = x.shape
-        num_outputs = codes.shape[0]
         row_stride, stride = x.stride()
-        weight_stride, inner_stride = codes.stride()
-        if not fits or codes.shape[1] != num_inputs or inner_stride != 1:
+        is_packed = codes.dim() == 3
+        if is_packed:
+            num_outputs, inputs = self._panels.shape_of(codes, in_pairs=limit > 0)
+            weight_stride = 0
+            fits = fits and inputs == num_inputs and codes.is_contiguous()
+        else:
+            num_outputs = codes.shape[0]
+            weight_stride, inner_stride = codes.stride()
+            fits = fits and codes.shape[1] == num_inputs and inner_stride == 1
+        if not fits:
             raise ValueError(f"{dtype} x {tuple(x.shape)} and {codes.dtype} weight {tuple(codes.shape)}")
         if bias is not None and not (bias.dtype == dtype and bias.is_contiguous()):
             bias = bias.to(dtype).contiguous()
@@ -104,15 +132,20 @@ class Native(GemmBackend):
         if num_rows >= num_threads * _ROWS_A_THREAD:
             rows_at_once = min(rows_that_fit(packed_stride), -(-num_rows // num_threads))
             packed = torch.empty(rows_at_once * num_threads, packed_stride)
-        elif dtype != torch.float32 or packed_stride != num_inputs:  # else they are read as they are
-            packed = torch.empty(num_rows, packed_stride)
+        elif dtype != torch.float32 or limit or not (is_packed or packed_stride == num_inputs):
+            packed = torch.empty(num_rows, packed_stride)  # else rows are read as they are
         self._gemm(
             *(x.data_ptr(), row_stride, codes.data_ptr(), weight_stride),
             *(None if scales is None else scales.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(y.data_ptr(), num_rows, num_outputs, num_inputs, KINDS[dtype], KINDS[codes.dtype], limit),
+            *(y.data_ptr(), num_rows, num_outputs, num_inputs, KINDS[dtype], KINDS[codes.dtype]),
+            *(limit, is_packed),
             *(None if packed is None else packed.data_ptr(), packed_stride, rows_at_once, num_threads),
         )
         return y
+
+    def _in_pairs(self, weight: ScaledWeight) -> bool:
+        """Whether codes are multiplied with whole numbers."""
+        return largest(weight, rounds=bool(self.rounding)) > 0
 
 
 class NativeExact(Native):

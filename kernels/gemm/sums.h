@@ -33,6 +33,7 @@ typedef struct {
   int kind;
   const float *scales; /* of outputs, where elements are codes of one byte */
   int64_t limit;       /* of the whole numbers that rows of x are rounded to; 0: they are not */
+  int is_packed;       /* in panels (panels.h), and stride means nothing */
 } weight;
 
 INLINE int64_t size_of(int kind) { return kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2; }

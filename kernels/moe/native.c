@@ -20,6 +20,7 @@ typedef struct {
   int64_t hidden, intermediate, top_k;
   int kind, weight_kind; /* of x and y, and of the weights: the same or codes */
   int64_t limit;         /* of the whole numbers that rows are rounded to; 0: they are not */
+  int is_packed;         /* the weights, in panels, which hidden and intermediate fill */
   const int64_t *tokens, *experts, *places;
   float *inner;       /* [num_pairs, 2 intermediate]: products, then the activations in place of the first half */
   float *outputs;     /* [num_pairs, hidden] */
@@ -54,8 +55,12 @@ static int64_t cut(const int64_t *experts, int64_t num_pairs, int64_t rows_at_on
 
 INLINE weight of_expert(const layer *a, int64_t expert, const void *start, const float *scales, int64_t num_outputs,
                         int64_t num_inputs) {
-  const char *codes = (const char *)start + expert * num_outputs * num_inputs * size_of(a->weight_kind);
-  return (weight){codes, num_inputs, num_inputs, a->weight_kind, scales ? scales + expert * num_outputs : NULL, a->limit};
+  weight w = {start, num_inputs, num_inputs, a->weight_kind, scales ? scales + expert * num_outputs : NULL, a->limit,
+              a->is_packed};
+  const int64_t size = a->is_packed ? num_outputs / PANEL * panel_bytes(w)
+                                    : num_outputs * num_inputs * size_of(a->weight_kind);
+  w.start = (const char *)start + expert * size;
+  return w;
 }
 
 static weight gate_up_of(const layer *a, int64_t pair) {
@@ -79,7 +84,7 @@ static void activate(const layer *a, int64_t pair, int64_t first, int64_t end) {
   for (; i + LANES <= end; i += LANES) store(gate + i, silu_v(load(gate + i)) * load(up + i));
   if (i < end) store_part(gate + i, silu_v(load_part(gate + i, end - i)) * load_part(up + i, end - i), end - i);
   if (!a->limit)
-    pack_floats(a->packed_inner + pair * a->packed_stride + first, gate + first, a->weight_kind, end - first);
+    pack_floats(a->packed_inner + pair * a->packed_stride + first, gate + first, order_of(down_of(a, pair)), end - first);
 }
 
 static void round_inner(const layer *a, int64_t pair) {
@@ -122,28 +127,30 @@ static void combine(const layer *a, int64_t token, const float *weights, char *y
 }
 
 /* The interface's `experts`. x [num_tokens, hidden] with rows x_stride apart; weights, ids [num_tokens, top_k]; y
-   [num_tokens, hidden]; scales, w_kind and limit as in `layer`. `numbers` has room for 4 * num_pairs + num_experts + 2,
+   [num_tokens, hidden]; scales, w_kind, limit and is_packed as in `layer`. `numbers` has room for 4 * num_pairs + num_experts + 2,
    the first 2 * num_pairs are the groups: tokens and experts. Scratch is as in `layer`; it and `numbers` stay as they are
    from one stage to the next. */
 EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const int64_t *ids, const void *gate_up_w,
                     const float *gate_up_scales, const void *down_w, const float *down_scales, void *y,
                     int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate,
-                    int64_t kind, int64_t w_kind, int64_t limit, int64_t *numbers, float *inner, float *outputs,
-                    float *packed, int64_t packed_stride, int64_t rows_at_once, int64_t stages, int64_t num_threads) {
+                    int64_t kind, int64_t w_kind, int64_t limit, int64_t is_packed, int64_t *numbers, float *inner,
+                    float *outputs, float *packed, int64_t packed_stride, int64_t rows_at_once, int64_t stages,
+                    int64_t num_threads) {
   const int64_t num_pairs = num_tokens * top_k;
   int64_t *tokens = numbers, *experts = tokens + num_pairs, *places = experts + num_pairs, *starts = places + num_pairs,
           *counts = starts + num_pairs + 1;
   const layer a = {.gate_up = gate_up_w, .down = down_w, .gate_up_scales = gate_up_scales, .down_scales = down_scales,
                    .hidden = hidden, .intermediate = intermediate, .top_k = top_k,
                    .kind = (int)kind, .weight_kind = (int)w_kind, .limit = limit,
+                   .is_packed = (int)is_packed,
                    .tokens = tokens, .experts = experts, .places = places, .inner = inner, .outputs = outputs,
                    .packed_x = packed, .packed_inner = packed + num_pairs * packed_stride,
                    .packed_stride = packed_stride};
   if (stages & GATE_UP) group(ids, num_pairs, top_k, num_experts, counts, tokens, experts, places);
   const int64_t num_blocks = cut(experts, num_pairs, rows_at_once, starts);
   const int64_t parts = num_threads == 1 ? 1 : ceil_div(num_threads * TASKS_PER_THREAD, max_i(num_blocks, 1));
-  const int64_t inner_step = round_up(ceil_div(intermediate, parts), OUTPUTS * BLOCK);
-  const int64_t outer_step = round_up(ceil_div(hidden, parts), 2 * OUTPUTS);
+  const int64_t inner_step = round_up(ceil_div(intermediate, parts), is_packed ? OUTPUTS_AT_ONCE : OUTPUTS * BLOCK);
+  const int64_t outer_step = round_up(ceil_div(hidden, parts), is_packed ? OUTPUTS_AT_ONCE : 2 * OUTPUTS);
   const int alone = num_pairs * hidden < SMALL_COPY; /* this thread packs and combines, the others don't wait */
   if (num_pairs * hidden * intermediate < SMALL_WORK) num_threads = 1;
   for (int64_t p = 0; stages & GATE_UP && alone && p < num_pairs; p++) pack_pair(&a, p, x, x_stride);

@@ -17,6 +17,7 @@ from hybridserve.kernels import native
 from hybridserve.kernels.gemm import native as gemm
 from hybridserve.kernels.gemm.interface import ScaledWeight, Weight
 from hybridserve.kernels.gemm.native import CODES, KINDS, contiguous, largest, packed_row, rows_that_fit
+from hybridserve.kernels.gemm.panels import DTYPES, Panels
 from hybridserve.kernels.moe.interface import ExpertGroups, MoEBackend
 from hybridserve.kernels.moe.torch_native import softmax_top_k
 
@@ -31,11 +32,12 @@ FUNCTIONS = {
         *(native.POINTER, native.INT, native.POINTER, native.POINTER),  # x, stride of its rows, weights, ids
         *(native.POINTER,) * 5,  # gate_up and its scales, down and its scales, y
         *(native.INT,) * 5,  # tokens, k, experts, hidden, intermediate
-        *(native.INT,) * 3,  # kinds of x and weights, limit of rounded rows
+        *(native.INT,) * 4,  # kinds of x and weights, limit of rounded rows, whether weights are in panels
         *(native.POINTER, native.POINTER, native.POINTER),  # numbers, inner, outputs
         *(native.POINTER, native.INT, native.INT),  # packed, its stride, rows at once
         *(native.INT, native.INT),  # stages, threads
     ),
+    "panel_outputs": (native.POINTER,),
 }
 """What native.c has, by the types of arguments."""
 
@@ -62,7 +64,9 @@ class Native(MoEBackend):
         return native.obstacle(SOURCE)
 
     def __init__(self) -> None:
-        self._experts = native.load(SOURCE, FUNCTIONS).experts
+        library = native.load(SOURCE, FUNCTIONS)
+        self._experts = library.experts
+        self._panels = Panels.of(library)
 
     def route(
         self, logits: torch.Tensor, top_k: int, *, renormalize: bool
@@ -70,10 +74,29 @@ class Native(MoEBackend):
         return softmax_top_k(logits, top_k, renormalize=renormalize)
 
     def pack(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gate_up.contiguous(), down.contiguous()
+        if gate_up.dtype not in DTYPES or not self._fit(down, in_pairs=False):
+            return gate_up.contiguous(), down.contiguous()
+        return self._panels.lay_out(gate_up, in_pairs=False), self._panels.lay_out(down, in_pairs=False)
+
+    def unpack(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if down.dim() == 3:
+            return gate_up, down
+        return self._panels.restore(gate_up, in_pairs=False), self._panels.restore(down, in_pairs=False)
 
     def pack_scaled(self, gate_up: ScaledWeight, down: ScaledWeight) -> tuple[ScaledWeight, ScaledWeight]:
-        return contiguous(gate_up), contiguous(down)
+        gate_up, down = contiguous(gate_up), contiguous(down)
+        in_pairs = self._in_pairs(down)
+        if down.codes.dtype not in CODES or not self._fit(down.codes, in_pairs=in_pairs):
+            return gate_up, down
+        codes = [self._panels.lay_out(weight.codes, in_pairs=in_pairs) for weight in (gate_up, down)]
+        return gate_up._replace(codes=codes[0]), down._replace(codes=codes[1])
+
+    def unpack_scaled(self, gate_up: ScaledWeight, down: ScaledWeight) -> tuple[ScaledWeight, ScaledWeight]:
+        if down.codes.dim() == 3:
+            return gate_up, down
+        in_pairs = self._in_pairs(down)
+        codes = [self._panels.restore(weight.codes, in_pairs=in_pairs) for weight in (gate_up, down)]
+        return gate_up._replace(codes=codes[0]), down._replace(codes=codes[1])
 
     def experts(
         self,
@@ -84,10 +107,12 @@ class Native(MoEBackend):
         down: Weight,
         delta: ExpertDelta | None = None,
     ) -> torch.Tensor:
-        num_experts, hidden, intermediate = down.shape
+        num_experts, hidden, intermediate = self._shape(down)
         if not (
-            _fit(x, gate_up, (num_experts, 2 * intermediate, hidden))
-            and _fit(x, down, (num_experts, hidden, intermediate))
+            self._shape(gate_up) == (num_experts, 2 * intermediate, hidden)
+            and _fits(x, gate_up)
+            and _fits(x, down)
+            and _codes(gate_up).dim() == _codes(down).dim()
             and x.shape[1] == hidden
             and _codes(gate_up).dtype == _codes(down).dtype
             and largest(gate_up, rounds=True) == largest(down, rounds=True)
@@ -120,7 +145,7 @@ class Native(MoEBackend):
         y: torch.Tensor,
     ) -> None:
         num_tokens, top_k = ids.shape
-        num_experts, hidden, intermediate = down.shape
+        num_experts, hidden, intermediate = self._shape(down)
         num_pairs = num_tokens * top_k
         numbers = torch.empty(4 * num_pairs + num_experts + 2, dtype=torch.int64)
         inner = torch.empty(num_pairs, 2 * intermediate)
@@ -133,7 +158,7 @@ class Native(MoEBackend):
                 *(x.data_ptr(), x.stride(0), weights.data_ptr(), ids.data_ptr()),
                 *(*_pointers(gate_up), *_pointers(down), y.data_ptr()),
                 *(num_tokens, top_k, num_experts, hidden, intermediate),
-                *(KINDS[x.dtype], KINDS[_codes(down).dtype], limit),
+                *(KINDS[x.dtype], KINDS[_codes(down).dtype], limit, _codes(down).dim() == 4),
                 *(numbers.data_ptr(), inner.data_ptr(), outputs.data_ptr()),
                 *(packed.data_ptr(), packed.shape[1], rows_that_fit(packed.shape[1])),
                 *(stages, torch.get_num_threads()),
@@ -148,6 +173,26 @@ class Native(MoEBackend):
         run(_DOWN)
         delta.add_down(outputs, inner[:, :intermediate], groups)
         run(_COMBINE)
+
+    def _fit(self, down: torch.Tensor, *, in_pairs: bool) -> bool:
+        """Whether both weights fill panels, and gate and up each do."""
+        _, hidden, intermediate = down.shape
+        return self._panels.fit(hidden, intermediate, in_pairs=in_pairs) and self._panels.fit(
+            intermediate, hidden, in_pairs=in_pairs
+        )
+
+    def _in_pairs(self, weight: Weight) -> bool:
+        """Whether codes are multiplied with whole numbers."""
+        return largest(weight, rounds=bool(self.rounding)) > 0
+
+    def _shape(self, weight: Weight) -> tuple[int, ...]:
+        """[E, out, in], packed or not."""
+        codes = _codes(weight)
+        return (
+            tuple(codes.shape)
+            if codes.dim() == 3
+            else self._panels.shape_of(codes, in_pairs=self._in_pairs(weight))
+        )
 
 
 class NativeExact(Native):
@@ -168,9 +213,9 @@ def _pointers(weight: Weight) -> tuple[int, int | None]:
     return weight.data_ptr(), None
 
 
-def _fit(x: torch.Tensor, weight: Weight, shape: tuple[int, int, int]) -> bool:
-    """Whether the weight is of this shape, whole, and one that x can be multiplied with."""
-    if weight.shape != shape or not _codes(weight).is_contiguous():
+def _fits(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether the weight is whole, and of a dtype that x can be multiplied with."""
+    if not _codes(weight).is_contiguous():
         return False
     if not isinstance(weight, ScaledWeight):
         return weight.dtype == x.dtype
