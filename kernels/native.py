@@ -131,6 +131,36 @@ def open_libraries(wanted: Iterable[Path]) -> dict[Path, ctypes.CDLL | str]:
     return opened
 
 
+@contextlib.contextmanager
+def noting(note: Callable[[Callable[..., None], tuple[Any, ...]], None]) -> Iterator[None]:
+    """Every call of a loaded library's function is noted, with its arguments, after it was made; by whatever
+    thread. One at a time: others wait."""
+    functions = [
+        function
+        for library in _known().values()
+        if not isinstance(library, str)
+        for function in vars(library).values()
+        if isinstance(function, ctypes._CFuncPtr)  # type: ignore[attr-defined]
+    ]
+
+    def made(result: None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        note(function, arguments)
+
+    with _noting_lock():
+        for function in functions:
+            function.errcheck = made
+        try:
+            yield
+        finally:
+            for function in functions:
+                del function.errcheck
+
+
+@functools.cache
+def _noting_lock() -> threading.Lock:
+    return threading.Lock()
+
+
 def declare(library: ctypes.CDLL, functions: Mapping[str, Sequence[type[Any]]]) -> ctypes.CDLL:
     """Say what a library's functions take; returns the library."""
     for name, argument_types in functions.items():
