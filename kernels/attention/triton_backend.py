@@ -31,6 +31,23 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+LOG2_E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """How products become scores, as kernels take it: softmax is in base 2."""
+
+    window: int  # 0: none
+    scale: float  # to base-2 logarithms or, with a cap, to parts of it
+    cap: float  # of base-2 logarithms; 0: none
+
+    @classmethod
+    def of(cls, scale: float, window: int | None, softcap: float | None) -> Scoring:
+        if softcap is None:
+            return cls(window or 0, scale * LOG2_E, 0.0)
+        return cls(window or 0, scale / softcap, softcap * LOG2_E)
+
+
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     """For one token: bytes in flight count, 16 KiB of K a stage."""
     columns = min(128, max(16, 16384 // (power_of_2(head_dim, 16) * element_bytes)))
@@ -107,6 +124,7 @@ class Triton(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         if not isinstance(metadata, TritonMetadata):
             raise TypeError("metadata must come from this backend's prepare()")
@@ -139,10 +157,10 @@ class Triton(AttentionBackend):
             "HAS_WINDOW": window is not None,
             "BLOCK_D": power_of_2(head_dim, 16),
         }
-        scale *= math.log2(math.e)
+        scoring = Scoring.of(scale, window, softcap)
         if metadata.singles is not None:
-            self._decode(query, cache, out, metadata, scale, window, shape)
-        self._prefill(query, cache, out, metadata, scale, window, shape)
+            self._decode(query, cache, out, metadata, scoring, shape)
+        self._prefill(query, cache, out, metadata, scoring, shape)
         return out
 
     def _decode(
@@ -151,8 +169,7 @@ class Triton(AttentionBackend):
         cache: torch.Tensor,
         out: torch.Tensor,
         metadata: TritonMetadata,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         shape: dict[str, Any],
     ) -> None:
         assert metadata.singles is not None
@@ -161,7 +178,7 @@ class Triton(AttentionBackend):
         group = num_heads // num_kv_heads
         tile = decode_tile(group, head_dim, query.element_size())
         num_seqs = len(metadata.singles)
-        seen = metadata.num_seen if window is None else min(metadata.num_seen, window)
+        seen = min(metadata.num_seen, scoring.window or metadata.num_seen)
         num_splits = cdiv(seen, SPLIT)
         parts = (out, out)
         if num_splits > 1:
@@ -173,8 +190,9 @@ class Triton(AttentionBackend):
         facts = (metadata.singles, metadata.query_start, metadata.seq_lens)
         self._kernels.decode[(num_seqs, num_kv_heads, num_splits)](
             *(query, cache, out, *parts, *facts, metadata.block_table),
-            *(num_splits, metadata.block_table.stride(0), window or 0, scale),
+            *(num_splits, metadata.block_table.stride(0), *scoring),
             *(*query.stride()[:2], *cache.stride()),
+            HAS_CAP=scoring.cap != 0,
             GROUP=group,
             BLOCK_SIZE=cache.shape[2],
             ONE_SPLIT=num_splits == 1,
@@ -187,7 +205,7 @@ class Triton(AttentionBackend):
         )
         if num_splits > 1:
             self._kernels.merge[(num_seqs, num_heads)](
-                *(*parts, out, *facts, num_splits, window or 0), SPLIT=SPLIT, num_warps=1, **shape
+                *(*parts, out, *facts, num_splits, scoring.window), SPLIT=SPLIT, num_warps=1, **shape
             )
 
     def _prefill(
@@ -196,8 +214,7 @@ class Triton(AttentionBackend):
         cache: torch.Tensor,
         out: torch.Tensor,
         metadata: TritonMetadata,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         shape: dict[str, Any],
     ) -> None:
         _, num_heads, head_dim = query.shape
@@ -210,7 +227,8 @@ class Triton(AttentionBackend):
             return
         self._kernels.prefill[(len(tiles), num_kv_heads)](
             *(query, cache, out, tiles, metadata.query_start, metadata.seq_lens, metadata.block_table),
-            *(metadata.block_table.stride(0), window or 0, scale, *query.stride()[:2], *cache.stride()),
+            *(metadata.block_table.stride(0), *scoring, *query.stride()[:2], *cache.stride()),
+            HAS_CAP=scoring.cap != 0,
             GROUP=group,
             BLOCK_SIZE=cache.shape[2],
             TOKENS=tokens,
