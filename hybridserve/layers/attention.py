@@ -1,7 +1,8 @@
 """Multi-head attention over the paged cache: projections and what it remembers; the arithmetic is a
 backend's.
 
-Knows heads, windows, soft-caps and rotary embeddings; an attention without `rotary` has no positional encoding at all.
+Knows heads, windows, soft-caps and rotary embeddings; an attention without `rotary` has no positional
+encoding at all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Attention:
     ) -> None:
         if num_heads % num_kv_heads:
             raise ValueError(f"{name}: {num_heads} heads can't share {num_kv_heads} KV heads evenly")
+        backend = context.attention
+        if backend.head_dims is not None and head_dim not in backend.head_dims:
+            able = ", ".join(map(str, backend.head_dims))
+            raise ValueError(f"kernels.attention: {backend.name} takes heads of {able}, not {head_dim}")
         context = context.within("attention")
         context.divide(num_heads, "attention heads")
         context.divide(num_kv_heads, "KV heads", shared=True)
@@ -51,7 +56,7 @@ class Attention:
             context, name, "o_proj", num_heads * head_dim, hidden_size, unit=head_dim, bias=out_bias
         )
         sizes = self.qkv_proj.outputs.sizes
-        self.backend = context.attention
+        self.backend = backend
         self.pointwise = context.pointwise
         self.head_dim = head_dim
         self.num_heads = sizes[0] // head_dim
