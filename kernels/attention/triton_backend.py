@@ -54,14 +54,15 @@ def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     return Tile(power_of_2(group, 16), columns, 4 if element_bytes == 2 else 8, 2)
 
 
-def prefill_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
+def prefill_tile(group: int, head_dim: int, element_bytes: int, *, is_capped: bool = False) -> Tile:
     """As many rows as registers hold in float32: 128 up to a head of 128, 64 of 256 or of float32 operands,
-    whose products no tensor core takes: they hold few columns, for many warps."""
+    whose products no tensor core takes: they hold few columns, for many warps. Four warps have no register
+    left for a cap."""
     wide = power_of_2(head_dim, 16)
     if element_bytes == 4:
         return Tile(power_of_2(group, 64), 16, 8, 2)
     rows = power_of_2(group, 128 if wide <= 128 else 64)
-    return Tile(rows, 64 if wide <= 128 else 32, 8 if rows * wide >= 128 * 128 else 4, 2)
+    return Tile(rows, 64 if wide <= 128 else 32, 8 if is_capped or rows * wide >= 128 * 128 else 4, 2)
 
 
 @dataclass(slots=True)
@@ -220,7 +221,7 @@ class Triton(AttentionBackend):
         _, num_heads, head_dim = query.shape
         num_kv_heads = cache.shape[3]
         group = num_heads // num_kv_heads
-        tile = prefill_tile(group, head_dim, query.element_size())
+        tile = prefill_tile(group, head_dim, query.element_size(), is_capped=scoring.cap != 0)
         tokens = tile.rows // group
         tiles = metadata.cut(tokens)
         if tiles is None:
