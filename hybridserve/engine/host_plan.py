@@ -119,8 +119,8 @@ def _num_bytes(
             pinned = f", {size_text(taken)} where it is pinned" if taken > wanted else ""
             raise DoesNotFitError(
                 f"cache.host_swap_bytes: {size_text(wanted)}{times}{pinned}, beside "
-                f"{size_text(weights)} of weights and {size_text(arena)}{times} of arena, is more than the {size_text(total)} of memory that "
-                "this machine has",
+                f"{size_text(weights)} of weights and {size_text(arena)}{times} of arena, is more than the "
+                f"{size_text(total)} of memory that this machine has",
                 key="cache.host_swap_bytes",
                 room=(total - weights) // num_here - arena,
             )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridserve.config.loader import load_config
-from hybridserve.engine import gpus
+from hybridserve.engine import arena_plan, gpus
 from hybridserve.engine.gpus import GPU, rank_device
 from hybridserve.engine.graph_plan import GraphPlan, graph_lengths, graph_sizes
 from hybridserve.engine.plan_codec import decode_plan, encode_plan

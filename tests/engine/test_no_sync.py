@@ -12,8 +12,9 @@ from tests.harness.fake_cuda import fake_cuda
 from tests.harness.triton_interpreter import require_triton
 
 if TYPE_CHECKING:
-    import torch
     from collections.abc import Iterator
+
+    import torch
 
     from tests.harness.fake_cuda import FakeGPU
 
