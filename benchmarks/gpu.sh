@@ -11,6 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-$( [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3 )}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Triton keeps what it compiles in ~/.triton, where nobody may be allowed to write
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/hybridserve-triton-$(id -u)}
 export TRITON_INTERPRET=0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 for argument in "$@"; do
     [ "$argument" != --dry ] || export TRITON_INTERPRET=1

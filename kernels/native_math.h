@@ -74,6 +74,17 @@ INLINE vec softplus_v(vec x) {
   return fma_v(splat(2), fma_v(s * s2, p, s), most_v(splat(0), x));
 }
 
+/* Odd, minimax where |x| < 5/8, and there within a unit in the last place: a small x must not lose digits to a one. */
+INLINE vec tanh_v(vec x) {
+  const vec x2 = x * x;
+  vec p = splat(-0x1.75e1ccp-8f);
+  p = fma_v(p, x2, splat(0x1.52269ap-6f));
+  p = fma_v(p, x2, splat(-0x1.b83c5ap-5f));
+  p = fma_v(p, x2, splat(0x1.110726p-3f));
+  p = fma_v(p, x2, splat(-0x1.555532p-2f));
+  return select_v(x2 < 0.390625f, fma_v(x * x2, p, x), 1 - 2 / (quick_exp_v(x + x) + 1));
+}
+
 /* In lane l the sum of two lanes `half` apart, of b where l has that bit and of a elsewhere. */
 INLINE vec sums_of_halves(vec a, vec b, int half) {
 #ifdef __clang__

@@ -64,7 +64,10 @@ def _describe(row_slots: npt.NDArray[np.int64], device: torch.device) -> LoraBat
     packed[:num_rows] = row_slots
     packed[num_rows:first_chunk] = rows
     packed[first_chunk:].view(np.int32)[: chunks.size] = chunks.ravel()
-    on_device = torch.from_numpy(packed).to(device, non_blocking=True)
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        host = host.pin_memory()  # else the copy may wait for the device
+    on_device = host.to(device, non_blocking=True)
     return LoraBatch(
         row_slots=on_device[:num_rows],
         rows=on_device[num_rows:first_chunk],

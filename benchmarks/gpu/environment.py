@@ -71,15 +71,17 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def smi() -> dict[str, str] | str:
-    """A driver that does not know a field refuses them all: then they are asked for one by one."""
-    query = ["nvidia-smi", "--format=csv,noheader,nounits", "--id=0"]
-    values = output_of([*query, f"--query-gpu={','.join(GPU_FIELDS)}"])
-    fields = [value.strip() for value in values.split(",")]
-    if len(fields) == len(GPU_FIELDS):
-        return dict(zip(GPU_FIELDS, fields, strict=True))
-    if "nvidia-smi" in values:  # there is none
-        return values
-    return {field: output_of([*query, f"--query-gpu={field}"]) for field in GPU_FIELDS}
+    """A driver that does not know a field refuses them all, and names it: then the others are asked for."""
+    query, wanted = ["nvidia-smi", "--format=csv,noheader,nounits", "--id=0"], [*GPU_FIELDS]
+    while True:
+        found = output_of([*query, f"--query-gpu={','.join(wanted)}"])
+        values = [value.strip() for value in found.split(",")]
+        if len(values) == len(wanted):
+            return dict(zip(wanted, values, strict=True))
+        unknown = [field for field in wanted if f'"{field}"' in found]
+        if not unknown or len(unknown) == len(wanted):
+            return found
+        wanted = [field for field in wanted if field not in unknown]
 
 
 def of_torch(device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu import cases, rates, weighted_cases
 from benchmarks.gpu.checks import assert_same, backend_of
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.records import Recorder, device_of, part_arguments
+from benchmarks.gpu.records import Recorder, device_of, part_arguments, read, start_again_if_lost
 from benchmarks.gpu.shapes import Shape, shapes
 
 if TYPE_CHECKING:
@@ -51,25 +51,34 @@ def main() -> int:
         require_triton()
     clock = Clock(device)
     with torch.inference_mode():
-        measured = None
-        with recorder.piece("rates", 0) as found:
-            assert found is not None
-            measured = rates.measure(clock)
-            rates.save(measured, arguments.work)
-            found |= measured
+        measured = rates.load(arguments.work) if arguments.again else None
+        if measured is None:
+            with recorder.piece("rates", 0) as found:
+                assert found is not None
+                measured = rates.measure(clock)
+                rates.save(measured, arguments.work)
+                found |= measured
         if measured is None:
             return recorder.exit_status()
-        for shape in shapes(dry=arguments.dry):
-            for make, weights in all_cases(shape, device, dry=arguments.dry):
-                time_case(recorder, clock, measured, make, weights)
-    return recorder.exit_status()
+        before = {record.get("number") for record in read(arguments.records)} if arguments.again else set()
+        models = shapes(dry=arguments.dry)
+        every = (each for shape in models for each in all_cases(shape, device, dry=arguments.dry))
+        for number, (make, weights) in enumerate(every):
+            if number not in before:
+                time_case(recorder, clock, measured, make, weights, number)
+    return 1 if arguments.again else recorder.exit_status()
 
 
 def time_case(
-    recorder: Recorder, clock: Clock, measured: rates.Rates, make: Callable[[bool], Case], weights: str
+    recorder: Recorder,
+    clock: Clock,
+    measured: rates.Rates,
+    make: Callable[[bool], Case],
+    weights: str,
+    number: int,
 ) -> None:
-    keywords = getattr(make, "keywords", {})
-    with recorder.piece("kernel", LEAST_SECONDS, name=keywords.get("name", "")) as found:
+    keywords, num_failures = getattr(make, "keywords", {}), recorder.num_failures
+    with recorder.piece("kernel", LEAST_SECONDS, name=keywords.get("name", ""), number=number) as found:
         if found is None:
             return
         small = make(True)
@@ -83,6 +92,8 @@ def time_case(
         bound = case.bind(backend)
         found["eager_us"] = 1e6 * clock.eager(bound.call)
         found["us"] = 1e6 * clock.captured(bound.call)
+    if recorder.num_failures > num_failures:
+        start_again_if_lost(recorder)
     if clock.device.type == "cuda":
         torch.cuda.empty_cache()
 

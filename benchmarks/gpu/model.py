@@ -6,6 +6,7 @@ downloaded.
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,9 @@ def build(work: Path, *, dry: bool, seed: int = 0) -> Path:
     unfinished = path.with_suffix(".unfinished")
     model.save_pretrained(unfinished)
     unfinished.rename(path)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()  # whoever asks for its memory next asks the driver
     return path
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 import traceback
 from contextlib import contextmanager
@@ -30,8 +32,8 @@ class Recorder:
 
     def add(self, kind: str, **facts: Any) -> None:
         line = json.dumps({"kind": kind, **facts})
-        with self._path.open("a") as file:
-            file.write(line + "\n")
+        with self._path.open("ab", buffering=0) as file:  # in one call: others may write, too
+            file.write(f"{line}\n".encode())
         print(line, flush=True)
 
     @contextmanager
@@ -58,6 +60,22 @@ class Recorder:
         return 1 if self.num_failures else 0
 
 
+def start_again_if_lost(recorder: Recorder) -> None:
+    """After a failure: where it has left this process without its device, as an access to memory that there
+    is not does, run the part anew in a fresh one, with `--again` and what time is left. Else return."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        part = sys.modules["__main__"].__spec__.name
+        recorder.add("device lost", left=round(recorder.left, 1))
+        arguments = [*sys.argv[1:], "--again", "--seconds", f"{recorder.left:.1f}"]
+        os.execv(sys.executable, [sys.executable, "-m", part, *arguments])
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The records in a file, but for a last line that was cut off; none if there is no file."""
     if not path.exists():
@@ -75,6 +93,7 @@ def part_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, required=True, help="after which the part is ended")
     parser.add_argument("--work", type=Path, required=True, help="directory that all parts share")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny shapes: no speed is meant")
+    parser.add_argument("--again", action="store_true", help="go on after what was recorded before")
     return parser
 
 

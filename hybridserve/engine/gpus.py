@@ -19,9 +19,11 @@ class GPU:
 
 
 def find_gpu() -> GPU | None:
-    """None where there is none, or torch can't use it."""
+    """None where there is none, or torch can't use it. What this process has given back, such as an engine
+    that was closed, counts as free."""
     if not torch.cuda.is_available():
         return None
+    torch.cuda.empty_cache()  # torch keeps what was given back, and the driver knows it as in use
     free, total = torch.cuda.mem_get_info(0)
     return GPU(torch.cuda.get_device_name(0), total, free, torch.cuda.device_count())
 

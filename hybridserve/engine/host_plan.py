@@ -110,14 +110,17 @@ def _num_bytes(
     if hardware.device == "cpu":
         arena = max(layout.num_slabs * layout.slab_bytes for layout in layouts)
         weights = weight_bytes * num_here // config.parallel.num_ranks
+    is_pinned = hardware.device != "cpu"
     if wanted != "auto":
         total = arena_plan.total_memory()
-        if weights + (arena + wanted) * num_here > total:
+        taken = _pinned_bytes(wanted) if is_pinned else wanted
+        if weights + (arena + taken) * num_here > total:
             times = f" x {num_here} ranks" if num_here > 1 else ""
+            pinned = f", {size_text(taken)} where it is pinned" if taken > wanted else ""
             raise DoesNotFitError(
-                f"cache.host_swap_bytes: {size_text(wanted)}{times}, beside {size_text(weights)} of weights "
-                f"and {size_text(arena)}{times} of arena, is more than the {size_text(total)} of memory that "
-                "this machine has",
+                f"cache.host_swap_bytes: {size_text(wanted)}{times}{pinned}, beside "
+                f"{size_text(weights)} of weights and {size_text(arena)}{times} of arena, is more than the "
+                f"{size_text(total)} of memory that this machine has",
                 key="cache.host_swap_bytes",
                 room=(total - weights) // num_here - arena,
             )
@@ -126,9 +129,16 @@ def _num_bytes(
     if left <= 0:
         return 0, "weights and arena leave no memory free"
     fitting = int(left * AUTO_SHARE)
+    if is_pinned:
+        fitting = _pinned_bytes(fitting + 1) // 2
     if fitting >= AUTO_BYTES:
         return AUTO_BYTES, "at most"
     return fitting, f"at most: half of the {size_text(left)} that weights and arena leave free"
+
+
+def _pinned_bytes(num_bytes: int) -> int:
+    """What torch takes of a machine for pinned memory of this size: the next power of two."""
+    return 1 << max(num_bytes - 1, 0).bit_length()
 
 
 def _swap_bytes_per_token(hardware: Hardware, costs: Sequence[StageCost], ranks: int) -> int:

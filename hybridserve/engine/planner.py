@@ -358,6 +358,8 @@ def _why_no_graphs(
         return "a CPU takes calls as they come"
     if parallel.pipeline > 1:
         return "stages of a pipeline wait for each other"
+    if parallel.expert:
+        return "how many tokens a rank's experts have is asked of the device (parallel.expert)"
     if not hardware.is_here:
         return None
     chosen = (

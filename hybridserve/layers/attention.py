@@ -1,7 +1,8 @@
 """Multi-head attention over the paged cache: projections and what it remembers; the arithmetic is a
 backend's.
 
-Knows heads, windows and rotary embeddings; an attention without `rotary` has no positional encoding at all.
+Knows heads, windows, soft-caps and rotary embeddings; an attention without `rotary` has no positional
+encoding at all.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ class Attention:
         num_kv_heads: int,
         head_dim: int,
         window: int | None = None,
+        softcap: float | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
     ) -> None:
         if num_heads % num_kv_heads:
             raise ValueError(f"{name}: {num_heads} heads can't share {num_kv_heads} KV heads evenly")
+        backend = context.attention
+        if backend.head_dims is not None and head_dim not in backend.head_dims:
+            able = ", ".join(map(str, backend.head_dims))
+            raise ValueError(f"kernels.attention: {backend.name} takes heads of {able}, not {head_dim}")
         context = context.within("attention")
         context.divide(num_heads, "attention heads")
         context.divide(num_kv_heads, "KV heads", shared=True)
@@ -50,13 +56,14 @@ class Attention:
             context, name, "o_proj", num_heads * head_dim, hidden_size, unit=head_dim, bias=out_bias
         )
         sizes = self.qkv_proj.outputs.sizes
-        self.backend = context.attention
+        self.backend = backend
         self.pointwise = context.pointwise
         self.head_dim = head_dim
         self.num_heads = sizes[0] // head_dim
         self.num_kv_heads = sizes[1] // head_dim
         self.scale = head_dim**-0.5
         self.window = window
+        self.softcap = softcap
         context.footprint.widen(context.part, self.qkv_proj.outputs.num_rows + sizes[0])
         self.cache = context.register_cache(
             PagedKVSpec(self.num_kv_heads, head_dim, context.cache_dtype, window)
@@ -75,6 +82,13 @@ class Attention:
             query, key = torch.split_with_sizes(turned, (num_heads, num_kv_heads), 1)
         cache = cast("torch.Tensor", context.caches[self.cache])
         out = self.backend.forward(
-            query, key, value, cache, context.attention, scale=self.scale, window=self.window
+            query,
+            key,
+            value,
+            cache,
+            context.attention,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.o_proj(out.reshape(len(x), -1), context.lora)

@@ -72,6 +72,7 @@ class FlashAttn(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """ValueError for a cache of another dtype than the query's: the package has none for it."""
         if not isinstance(metadata, FlashMetadata):
@@ -96,6 +97,7 @@ class FlashAttn(AttentionBackend):
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softcap or 0.0,
             block_table=metadata.pages,
         )
         return out

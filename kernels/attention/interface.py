@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hybridserve.kernels.registry import Backend
 
@@ -34,6 +34,9 @@ class AttentionMetadata:
 class AttentionBackend(Backend):
     """Writes the step's K and V into the paged cache, then attends over the cache through the block table."""
 
+    head_dims: ClassVar[tuple[int, ...] | None] = None
+    """Sizes of heads that it has arithmetic for; None: all."""
+
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """Derive, once a step, whatever `forward` needs in every layer."""
         return metadata
@@ -49,10 +52,12 @@ class AttentionBackend(Backend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of each token over its sequence so far, itself included; [T, num_heads, head_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads). With a window w, token at position p
-        sees positions p - w + 1 .. p. Sequences of length 0 do not exist; padding rows are sequences of one
-        token that point at block 0: their output is finite and nobody reads it.
+        sees positions p - w + 1 .. p. With a soft-cap c > 0, a score s (the product times `scale`) counts as
+        c tanh(s / c): Gemma 2's, arXiv 2408.00118 section 2. Sequences of length 0 do not exist; padding rows
+        are sequences of one token that point at block 0: their output is finite and nobody reads it.
         """

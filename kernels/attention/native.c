@@ -28,7 +28,8 @@ typedef struct {
   void *cache;
   int64_t cache_type, block_size;
   int64_t block_step, value_offset, token_step, head_step, step;
-  float scale;
+  float scale;    /* of products, to base-2 logarithms, or to parts of `cap` */
+  float cap;      /* of base-2 logarithms; 0: none */
   int64_t window; /* 0: none */
   void *out;      /* [T, num_heads, head_dim] */
 } Attention;
@@ -199,6 +200,11 @@ INLINE void mix(int num, int vecs, float *out, int64_t padded, const float *deca
   for (; d < padded; d += LANES) mix_strip(num, 1, out, padded, decay, weights, block, first, last, d);
 }
 
+/* Scores in parts of the cap become base-2 logarithms that approach it. */
+static void cap_scores(float scores[KEYS], float cap) {
+  for (int64_t j = 0; j < KEYS; j += LANES) store(scores + j, tanh_v(load(scores + j)) * cap);
+}
+
 /* Scores of base-2 logarithms become weights, where a row sees keys from..to; returns by what its output so far must be
    multiplied, and updates its maximum and its sum of weights. */
 static float soften(float scores[KEYS], int64_t from, int64_t to, float *maximum, float *total) {
@@ -225,6 +231,8 @@ INLINE void attend_block(int num, int vecs, const Attention *a, const Block *blo
   float scores[ROWS][KEYS], decay[ROWS];
   int64_t first = KEYS, last = 0;
   score(num, vecs, query, padded, block->keys, a->head_dim, scores);
+  if (a->cap != 0)
+    for (int r = 0; r < num; r++) cap_scores(scores[r], a->cap);
   for (int r = 0; r < num; r++) {
     const int64_t from = max_i(block->first, a->window ? positions[r] - a->window + 1 : 0);
     const int64_t to = min_i(block->last, positions[r] + 1);
@@ -254,7 +262,7 @@ static void attend(const Attention *a, int64_t sequence, int64_t head, int64_t f
     const int64_t token = start + first_query + r / a->group, member = head * a->group + r % a->group;
     widen_row(query[r], element(a->query, a->type, token * a->query_step + member * a->query_head_step), a->type,
               dim, 1);
-    for (int64_t d = 0; d < dim; d++) query[r][d] *= a->scale * LOG2_E;
+    for (int64_t d = 0; d < dim; d++) query[r][d] *= a->scale;
     memset(out[r], 0, sizeof out[r]);
     maximum[r] = -__builtin_inff();
     total[r] = 0;
@@ -292,7 +300,8 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
                             int64_t key_step, int64_t key_head_step, const void *value, int64_t value_step,
                             int64_t value_head_step, void *cache, int64_t cache_type, int64_t block_size,
                             int64_t block_step, int64_t value_offset, int64_t token_step, int64_t head_step,
-                            int64_t step, double scale, int64_t window, void *out, int64_t num_threads) {
+                            int64_t step, double scale, double cap, int64_t window, void *out,
+                            int64_t num_threads) {
   const Attention a = {
       .num_tokens = num_tokens, .num_sequences = num_sequences, .num_kv_heads = num_kv_heads, .group = group,
       .head_dim = head_dim, .query_start = query_start, .seq_lens = seq_lens, .block_table = block_table,
@@ -301,7 +310,8 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
       .key_head_step = key_head_step, .value_step = value_step, .value_head_step = value_head_step,
       .cache = cache, .cache_type = cache_type, .block_size = block_size, .block_step = block_step,
       .value_offset = value_offset, .token_step = token_step, .head_step = head_step, .step = step,
-      .scale = (float)scale, .window = window, .out = out,
+      .scale = cap != 0 ? (float)(scale / cap) : (float)scale * LOG2_E, .cap = (float)cap * LOG2_E, .window = window,
+      .out = out,
   };
   const int64_t queries = max_i(1, MAX_ROWS / group); /* of a task */
   int64_t first_tile[num_sequences + 1], work = 0;

@@ -29,7 +29,7 @@ FUNCTIONS = {
         *(POINTER, POINTER, POINTER, INT, POINTER),  # what the metadata says
         *(INT, *(POINTER, INT, INT) * 3),  # query, key, value
         *(POINTER, *(INT,) * 7),  # cache
-        *(ctypes.c_double, INT, POINTER, INT),
+        *(ctypes.c_double, ctypes.c_double, INT, POINTER, INT),
     ),
 }
 """What native.c has, by the types of arguments."""
@@ -59,6 +59,7 @@ class Native(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         _, _, block_size, num_kv_heads, _ = cache.shape
@@ -83,6 +84,7 @@ class Native(AttentionBackend):
             block_size,
             *cache.stride(),
             scale,
+            softcap or 0.0,
             window or 0,
             out.data_ptr(),
             torch.get_num_threads(),

@@ -28,6 +28,7 @@ class Reference(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         block_size = cache.shape[2]
         for token, slot in enumerate(metadata.slot_mapping.tolist()):
@@ -49,6 +50,8 @@ class Reference(AttentionBackend):
                 values = torch.stack([cache[blocks[b], 1, offset] for b, offset in seen]).float()
                 for head in range(query.shape[1]):
                     scores = keys[:, head // group] @ query[token, head].float() * scale
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
                     out[token, head] = torch.softmax(scores, dim=0) @ values[:, head // group]
                 token += 1
         return out

@@ -7,6 +7,7 @@ through torch's flash kernel, elsewhere through matrix products with a bounded s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +63,7 @@ class TorchNative(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         if not isinstance(metadata, PreparedMetadata):
             raise TypeError("metadata must come from this backend's prepare()")
@@ -70,7 +72,8 @@ class TorchNative(AttentionBackend):
         # torch's flash kernel takes the elements of a head to lie side by side, and does not look.
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         on_cpu = query.device.type == "cpu"
-        attend = _attend_flash if on_cpu and self._flash_on_cpu else _attend_plain
+        is_flash = on_cpu and self._flash_on_cpu and softcap is None  # the kernel caps no scores
+        attend = _attend_flash if is_flash else partial(_attend_plain, softcap=softcap)
         block_size = cache.shape[2]
         token_bytes = 2 * cache.shape[3] * cache.shape[4] * cache.element_size()
         plan = metadata.plan(block_size, window, (CPU_TILE_BYTES if on_cpu else TILE_BYTES) // token_bytes)
@@ -174,6 +177,7 @@ def _attend_plain(
     *,
     causal: bool = False,
     mask: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [N, H, Q, D] over k and v [N, K, L, D], and the log-sum-exp [N, H, Q] of its scores.
 
@@ -189,6 +193,8 @@ def _attend_plain(
     for start in range(0, width, step):
         part = slice(start, min(width, start + step))
         scores = scaled[..., part, :] @ keys
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
         if causal:
             key_index = torch.arange(length, device=q.device)
             scores = scores.masked_fill(key_index > key_index[part, None], -torch.inf)

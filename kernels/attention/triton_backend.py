@@ -31,20 +31,38 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+LOG2_E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """How products become scores, as kernels take it: softmax is in base 2."""
+
+    window: int  # 0: none
+    scale: float  # to base-2 logarithms or, with a cap, to parts of it
+    cap: float  # of base-2 logarithms; 0: none
+
+    @classmethod
+    def of(cls, scale: float, window: int | None, softcap: float | None) -> Scoring:
+        if softcap is None:
+            return cls(window or 0, scale * LOG2_E, 0.0)
+        return cls(window or 0, scale / softcap, softcap * LOG2_E)
+
+
 def decode_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
     """For one token: bytes in flight count, 16 KiB of K a stage."""
     columns = min(128, max(16, 16384 // (power_of_2(head_dim, 16) * element_bytes)))
     return Tile(power_of_2(group, 16), columns, 4 if element_bytes == 2 else 8, 2)
 
 
-def prefill_tile(group: int, head_dim: int, element_bytes: int) -> Tile:
+def prefill_tile(group: int, head_dim: int, element_bytes: int, *, is_capped: bool = False) -> Tile:
     """As many rows as registers hold in float32: 128 up to a head of 128, 64 of 256 or of float32 operands,
-    whose products no tensor core takes: they hold few columns, for many warps."""
+    whose products no tensor core takes: they hold few columns, for many warps. Four warps have no register
+    left for a cap."""
     wide = power_of_2(head_dim, 16)
     if element_bytes == 4:
         return Tile(power_of_2(group, 64), 16, 8, 2)
     rows = power_of_2(group, 128 if wide <= 128 else 64)
-    return Tile(rows, 64 if wide <= 128 else 32, 8 if rows * wide >= 128 * 128 else 4, 2)
+    return Tile(rows, 64 if wide <= 128 else 32, 8 if is_capped or rows * wide >= 128 * 128 else 4, 2)
 
 
 @dataclass(slots=True)
@@ -107,6 +125,7 @@ class Triton(AttentionBackend):
         *,
         scale: float,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         if not isinstance(metadata, TritonMetadata):
             raise TypeError("metadata must come from this backend's prepare()")
@@ -139,10 +158,10 @@ class Triton(AttentionBackend):
             "HAS_WINDOW": window is not None,
             "BLOCK_D": power_of_2(head_dim, 16),
         }
-        scale *= math.log2(math.e)
+        scoring = Scoring.of(scale, window, softcap)
         if metadata.singles is not None:
-            self._decode(query, cache, out, metadata, scale, window, shape)
-        self._prefill(query, cache, out, metadata, scale, window, shape)
+            self._decode(query, cache, out, metadata, scoring, shape)
+        self._prefill(query, cache, out, metadata, scoring, shape)
         return out
 
     def _decode(
@@ -151,8 +170,7 @@ class Triton(AttentionBackend):
         cache: torch.Tensor,
         out: torch.Tensor,
         metadata: TritonMetadata,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         shape: dict[str, Any],
     ) -> None:
         assert metadata.singles is not None
@@ -161,7 +179,7 @@ class Triton(AttentionBackend):
         group = num_heads // num_kv_heads
         tile = decode_tile(group, head_dim, query.element_size())
         num_seqs = len(metadata.singles)
-        seen = metadata.num_seen if window is None else min(metadata.num_seen, window)
+        seen = min(metadata.num_seen, scoring.window or metadata.num_seen)
         num_splits = cdiv(seen, SPLIT)
         parts = (out, out)
         if num_splits > 1:
@@ -173,8 +191,9 @@ class Triton(AttentionBackend):
         facts = (metadata.singles, metadata.query_start, metadata.seq_lens)
         self._kernels.decode[(num_seqs, num_kv_heads, num_splits)](
             *(query, cache, out, *parts, *facts, metadata.block_table),
-            *(num_splits, metadata.block_table.stride(0), window or 0, scale),
+            *(num_splits, metadata.block_table.stride(0), *scoring),
             *(*query.stride()[:2], *cache.stride()),
+            HAS_CAP=scoring.cap != 0,
             GROUP=group,
             BLOCK_SIZE=cache.shape[2],
             ONE_SPLIT=num_splits == 1,
@@ -187,7 +206,7 @@ class Triton(AttentionBackend):
         )
         if num_splits > 1:
             self._kernels.merge[(num_seqs, num_heads)](
-                *(*parts, out, *facts, num_splits, window or 0), SPLIT=SPLIT, num_warps=1, **shape
+                *(*parts, out, *facts, num_splits, scoring.window), SPLIT=SPLIT, num_warps=1, **shape
             )
 
     def _prefill(
@@ -196,21 +215,21 @@ class Triton(AttentionBackend):
         cache: torch.Tensor,
         out: torch.Tensor,
         metadata: TritonMetadata,
-        scale: float,
-        window: int | None,
+        scoring: Scoring,
         shape: dict[str, Any],
     ) -> None:
         _, num_heads, head_dim = query.shape
         num_kv_heads = cache.shape[3]
         group = num_heads // num_kv_heads
-        tile = prefill_tile(group, head_dim, query.element_size())
+        tile = prefill_tile(group, head_dim, query.element_size(), is_capped=scoring.cap != 0)
         tokens = tile.rows // group
         tiles = metadata.cut(tokens)
         if tiles is None:
             return
         self._kernels.prefill[(len(tiles), num_kv_heads)](
             *(query, cache, out, tiles, metadata.query_start, metadata.seq_lens, metadata.block_table),
-            *(metadata.block_table.stride(0), window or 0, scale, *query.stride()[:2], *cache.stride()),
+            *(metadata.block_table.stride(0), *scoring, *query.stride()[:2], *cache.stride()),
+            HAS_CAP=scoring.cap != 0,
             GROUP=group,
             BLOCK_SIZE=cache.shape[2],
             TOKENS=tokens,

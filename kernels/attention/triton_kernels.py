@@ -48,6 +48,12 @@ def write_kv(
 
 
 @triton.jit
+def tanh(x):
+    """Within 1e-7: the cap times that is what a score is off by."""
+    return 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0)  # 2 log2(e)
+
+
+@triton.jit
 def attend(
     q,  # [M, D] of the rows
     positions,  # [M] of the rows in their sequence; -1 sees nothing
@@ -56,7 +62,8 @@ def attend(
     first,  # position from which keys are read ...
     last,  # ... and one past the last: nothing else is loaded
     window,
-    scale,  # log2(e) included
+    scale,  # of products: to base-2 logarithms or, with a cap, to parts of it
+    cap,  # of base-2 logarithms
     cache_stride_block,
     cache_stride_kind,
     cache_stride_position,
@@ -64,6 +71,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -84,6 +92,8 @@ def attend(
         wanted = is_cached[:, None] & has_dim[None, :]
         k = tl.load(place, mask=wanted, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = cap * tanh(scores)
         visible = is_cached[None, :] & (columns[None, :] <= positions[:, None])
         if HAS_WINDOW:
             visible = visible & (columns[None, :] > positions[:, None] - window)
@@ -114,6 +124,7 @@ def decode(
     table_stride,
     window,
     scale,
+    cap,
     query_stride_token,
     query_stride_head,
     cache_stride_block,
@@ -126,6 +137,7 @@ def decode(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     ONE_SPLIT: tl.constexpr,
     SPLIT: tl.constexpr,  # positions
     BLOCK_M: tl.constexpr,
@@ -158,6 +170,7 @@ def decode(
             tl.minimum(first + SPLIT, length),
             window,
             scale,
+            cap,
             cache_stride_block,
             cache_stride_kind,
             cache_stride_position,
@@ -165,6 +178,7 @@ def decode(
             BLOCK_SIZE,
             HEAD_DIM,
             HAS_WINDOW,
+            HAS_CAP,
             BLOCK_M,
             BLOCK_N,
             BLOCK_D,
@@ -237,6 +251,7 @@ def prefill(
     table_stride,
     window,
     scale,
+    cap,
     query_stride_token,
     query_stride_head,
     cache_stride_block,
@@ -249,6 +264,7 @@ def prefill(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     TOKENS: tl.constexpr,  # of a tile: BLOCK_M // GROUP
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -285,6 +301,7 @@ def prefill(
         context + tl.minimum(first_token + TOKENS, num_tokens),
         window,
         scale,
+        cap,
         cache_stride_block,
         cache_stride_kind,
         cache_stride_position,
@@ -292,6 +309,7 @@ def prefill(
         BLOCK_SIZE,
         HEAD_DIM,
         HAS_WINDOW,
+        HAS_CAP,
         BLOCK_M,
         BLOCK_N,
         BLOCK_D,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import rates, shapes
+from benchmarks.gpu import environment, rates, shapes, tests
 from benchmarks.gpu.budget import LEAST_SECONDS, Budget, Part
 from benchmarks.gpu.cases import Bound, Case
 from benchmarks.gpu.checks import assert_same
@@ -192,6 +192,71 @@ def test_a_piece_that_fails_is_told_and_does_not_end_the_others(tmp_path: Path) 
     assert recorder.exit_status() == 1
 
 
+def test_who_writes_beside_others_writes_whole_lines(tmp_path: Path) -> None:
+    text = "Recorder(Path(sys.argv[1]), 60).add('a', text=100_000 * 'x')"
+    head = "import sys; from pathlib import Path; from benchmarks.gpu.records import Recorder"
+    command = [sys.executable, "-c", f"{head}\nfor _ in range(20): {text}", str(tmp_path / "records")]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, cwd="/") for _ in range(3)
+    ]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert [len(record["text"]) for record in read(tmp_path / "records")] == 60 * [100_000]
+
+
+LOSES_ITS_DEVICE = """
+import types
+import torch
+from benchmarks.gpu.records import read, start_again_if_lost
+def synchronize():
+    if not arguments.again:
+        raise RuntimeError("an illegal memory access was encountered")
+torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+before = [record.get("number") for record in read(arguments.records)]
+for number in range(3):
+    if number not in before:
+        recorder.add("found", number=number, again=arguments.again)
+        if number == 1:
+            start_again_if_lost(recorder)
+"""
+
+
+def test_a_part_that_loses_its_device_goes_on_without_what_it_did(module: Any, tmp_path: Path) -> None:
+    outcome = script.run(module(LOSES_ITS_DEVICE), 60, tmp_path, dry=True)
+    assert outcome["outcome"] == "passed"
+    kinds = [(record["kind"], record.get("number"), record.get("again")) for record in outcome["records"]]
+    assert kinds == [
+        *(("found", 0, False), ("found", 1, False), ("device lost", None, None), ("found", 2, True)),
+    ]
+
+
+def test_each_test_is_in_one_share_and_those_with_the_same_kernels_in_the_same() -> None:
+    names = [f"k.py::test_a[{shape}-{dtype}]" for shape in shapes.DEPLOYMENTS for dtype in ("x", "y", "z")]
+    names += [f"test_gpu_offsets.py::test_{i}" for i in range(5)]
+    shares = tests.divide(names, 3)
+    assert shares.keys() == {*names}
+    assert {*shares.values()} == {0, 1, 2}
+    for dtype in "xyz":
+        assert len({shares[f"k.py::test_a[{shape}-{dtype}]"] for shape in shapes.DEPLOYMENTS}) == 1
+    assert len({share for name, share in shares.items() if "offsets" in name}) == 1
+
+
+def test_fields_that_a_driver_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def driver(command: list[str]) -> str:
+        fields = command[-1].partition("=")[2].split(",")
+        if "pstate" in fields:
+            return 'Field "pstate" is not a valid field to query.'
+        return ", ".join(f"<{field}>" for field in fields)
+
+    monkeypatch.setattr(environment, "output_of", driver)
+    found = environment.smi()
+    assert isinstance(found, dict)
+    assert [*found] == [field for field in environment.GPU_FIELDS if field != "pstate"]
+    assert found["name"] == "<name>"
+    monkeypatch.setattr(environment, "output_of", lambda command: "nvidia-smi: there is none")
+    assert environment.smi() == "nvidia-smi: there is none"
+
+
 # ---- what is computed of measurements
 
 
@@ -284,9 +349,9 @@ def bare(tmp_path: Path) -> Path:
 
 
 def gpu_sh(bare: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
+    whole = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
     command = ["bash", str(bare / "benchmarks" / "gpu.sh"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=whole, cwd="/", check=False)
 
 
 def test_what_is_missing_is_named_where_it_can_not_be_installed(bare: Path, tmp_path: Path) -> None:
@@ -318,8 +383,8 @@ def test_a_dry_run_does_everything_but_measuring(bare: Path, tmp_path: Path) -> 
     assert found.returncode == 0
     assert (out / "gpu.json").read_text() == (results / "gpu.json").read_text()
     records = SimpleNamespace(**{part["part"].replace("-", "_"): part["records"] for part in report["parts"]})
-    collected, *tests = records.tests
-    assert len(tests) == collected["num_tests"] > 30
+    tests = [record for record in records.tests if record["kind"] == "test"]
+    assert len(tests) == sum(record.get("num_tests", 0) for record in records.tests) > 30
     assert {test["outcome"] for test in tests} == {"passed"}
     kinds = {"rates", "kernel", "base", "decode", "prefill", "adapters"}
     everything = records.kernels + records.engine_bf16 + records.transformers

@@ -239,13 +239,14 @@ def test_the_plan_names_what_runs_and_tells_only_of_what_cannot(run, monkeypatch
         line.split(maxsplit=1)
         for line in run("plan", "demo", "--kernels.attention", "reference")[0].splitlines()
     )
-    no_gpu = "not triton: no CUDA device; not flash_attn: no CUDA device"
+    no_gpu = "; ".join(f"not {name}: no CUDA device" for name in ("triton", "flash_attn", "flashinfer"))
     assert rows["attention"] == f"reference ({no_gpu}; not torch_native: is broken here)"
     backends = json.loads(run("plan", "demo", "--kernels.attention", "reference", "--json")[0])["backends"]
     reasons = {
         "native": "reference was asked for",
         "triton": "no CUDA device",
         "flash_attn": "no CUDA device",
+        "flashinfer": "no CUDA device",
         "torch_native": "is broken here",
     }
     assert backends["attention"] == {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridserve.config.loader import load_config
-from hybridserve.engine import gpus
+from hybridserve.engine import arena_plan, gpus
 from hybridserve.engine.gpus import GPU, rank_device
 from hybridserve.engine.graph_plan import GraphPlan, graph_lengths, graph_sizes
 from hybridserve.engine.plan_codec import decode_plan, encode_plan
@@ -127,6 +127,36 @@ def test_stages_record_nothing(at_hand: Callable, recordable: None) -> None:
     at_hand(H200)
     assert plan(parallel={"pipeline": 2}).graphs.reason == "stages of a pipeline wait for each other"
     assert plan(parallel={"tensor": 2}).graphs.sizes
+
+
+def test_ranks_with_whole_experts_record_nothing(at_hand: Callable, recordable: None) -> None:
+    at_hand(H200)
+    assert "experts" in plan(parallel={"tensor": 2, "expert": True}).graphs.reason
+
+
+def test_what_this_process_gave_back_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second engine finds what the first one had, though torch has kept it."""
+    kept = [10 << 30]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((100 << 30) - sum(kept), 100 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = gpus.find_gpu()
+    assert found is not None
+    assert found.free_bytes == 100 << 30
+
+
+def test_pinned_memory_is_taken_in_powers_of_two(
+    at_hand: Callable, recordable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_hand(H200)
+    monkeypatch.setattr(arena_plan, "total_memory", lambda: 12 << 30)
+    monkeypatch.setattr(arena_plan, "available_memory", lambda: 7 << 30)
+    assert plan().host.num_bytes <= 2 << 30  # half of what is free would be 3.5, and 4 taken
+    assert plan(host_swap_bytes="8GiB").host.num_slabs
+    with pytest.raises(ValueError, match=r"9\.0 GiB, 16\.0 GiB where it is pinned.* 12\.0 GiB of memory"):
+        plan(host_swap_bytes="9GiB")
 
 
 def test_more_sequences_than_memory_holds(at_hand: Callable, recordable: None) -> None:

@@ -154,7 +154,7 @@ static void run_ssd(int64_t kind, int64_t state_kind, int64_t length, int64_t he
 
 /* Two sequences, each with a context, on blocks that lie apart; what nobody owns is NaN. */
 static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int64_t length, int64_t group,
-                          int64_t dim, int64_t block_size, int64_t window) {
+                          int64_t dim, int64_t block_size, int64_t window, double cap) {
   const int64_t heads = 2, width = group * heads + 2 * heads, total = length + 1;
   const int64_t start[] = {0, length, total}, lens[] = {context + length, context / 2 + 1};
   const int64_t columns = ceil_div(lens[0], block_size) + 1, row = heads * dim;
@@ -182,7 +182,7 @@ static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int
   paged_attention(total, 2, heads, group, dim, start, lens, table, columns, slots, kind, packed.base, width * dim, dim,
                   element(packed.base, kind, group * heads * dim), width * dim, dim,
                   element(packed.base, kind, (group + 1) * heads * dim), width * dim, dim, cache.base, cache_kind,
-                  block_size, block_step, block_size * row, row, dim, 1, 0.3, window, out.base, 2);
+                  block_size, block_step, block_size * row, row, dim, 1, 0.3, cap, window, out.base, 2);
   for (int64_t s = 0; s < 2; s++)
     for (int64_t t = start[s]; t < start[s + 1]; t++)
       for (int64_t h = 0; h < group * heads; h++) {
@@ -192,7 +192,7 @@ static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int
           double score = 0;
           for (int64_t d = 0; d < dim; d++)
             score += get(packed, (t * width + h) * dim + d) * get(cache, PLACE(s, p, 0, h / group) + d);
-          sum += weights[p] = exp(0.3 * score);
+          sum += weights[p] = exp(cap != 0 ? cap * tanh(0.3 * score / cap) : 0.3 * score);
         }
         for (int64_t d = 0; d < dim; d++) {
           double expected = 0;
@@ -239,7 +239,7 @@ int main(void) {
       for (int d = 0; d < 4; d++)
         for (int l = 0; l < 4; l++, num++)
           run_attention(kinds[k], kinds[(k + c) % 3], contexts[c], lengths[l], groups[(c + d + l) % 4], dims[d],
-                        1 + (5 * d + 3 * c) % 17, l % 2 ? 0 : 1 + 20 * c);
+                        1 + (5 * d + 3 * c) % 17, l % 2 ? 0 : 1 + 20 * c, d % 2 ? 0 : 0.5 + c);
   }
   printf("ok: %d sets of sizes\n", (int)num);
   return 0;

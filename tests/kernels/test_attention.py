@@ -93,11 +93,18 @@ class Case:
     def metadata(self) -> AttentionMetadata:
         return make_metadata(self.lengths, self.tables, self.shape.block_size)
 
-    def run(self, backend: AttentionBackend, window: int | None = None) -> torch.Tensor:
-        return self.run_part(backend, slice(None), self.metadata(), window)
+    def run(
+        self, backend: AttentionBackend, window: int | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
+        return self.run_part(backend, slice(None), self.metadata(), window, softcap)
 
     def run_part(
-        self, backend: AttentionBackend, rows: slice, metadata: AttentionMetadata, window: int | None = None
+        self,
+        backend: AttentionBackend,
+        rows: slice,
+        metadata: AttentionMetadata,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """These rows of the batch, which `metadata` describes, on the whole cache."""
         return backend.forward(
@@ -108,6 +115,7 @@ class Case:
             backend.prepare(metadata),
             scale=self.shape.scale,
             window=window,
+            softcap=softcap,
         )
 
     def run_in_chunks(self, backend: AttentionBackend, chunks: list[int], window: int | None) -> torch.Tensor:
@@ -149,10 +157,11 @@ def assert_matches_reference(
     seed: int = 0,
     *,
     backend: AttentionBackend,
+    softcap: float | None = None,
 ) -> None:
     ours, reference = (Case(lengths, shape, seed, poison) for _ in range(2))
-    result = ours.run(backend, window)
-    expected = reference.run(Reference(), window)
+    result = ours.run(backend, window, softcap)
+    expected = reference.run(Reference(), window, softcap)
     tolerance = TOLERANCE[shape.dtype]
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(ours.arena.bytes(), reference.arena.bytes())
@@ -208,6 +217,31 @@ def test_head_shapes(ours: AttentionBackend, group: int, head_dim: int) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_half_precision(ours: AttentionBackend, dtype: torch.dtype, window: int | None) -> None:
     assert_matches_reference(MIXED, Shape(dtype=dtype), window, backend=ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_scores_are_capped(
+    ours: AttentionBackend, softcap: float, window: int | None, dtype: torch.dtype
+) -> None:
+    """Far below the scores, where what is hidden would count if it were capped too, and far above them, where
+    a score must keep its last digits."""
+    assert_matches_reference(MIXED, Shape(dtype=dtype), window, backend=ours, softcap=softcap)
+
+
+def test_a_cap_bounds_scores() -> None:
+    """Gemma 2's formula over one head, in float64; a cap that nothing reaches changes next to nothing."""
+    case, softcap = Case([(0, 6)], Shape(heads=1, kv_heads=1), 0), 0.7
+    query, keys, values = (x[:, 0].double() for x in (case.query, case.key, case.value))
+    scores = softcap * torch.tanh(query @ keys.T * case.shape.scale / softcap)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    plain = Case([(0, 6)], Shape(heads=1, kv_heads=1), 0).run(Reference())
+    actual = case.run(Reference(), softcap=softcap)
+    torch.testing.assert_close(actual[:, 0].double(), expected, atol=2e-6, rtol=2e-6)
+    assert (actual - plain).abs().max() > 0.1
+    torch.testing.assert_close(case.run(Reference(), softcap=1e4), plain, atol=1e-5, rtol=1e-5)
 
 
 def test_the_cache_may_have_another_type(ours: AttentionBackend) -> None:

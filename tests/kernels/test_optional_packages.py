@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,26 +14,14 @@ from hybridserve.kernels.attention import FlashAttn
 from hybridserve.kernels.attention import Reference as AttentionReference
 from hybridserve.kernels.registry import Capabilities, select
 from hybridserve.kernels.ssm import MambaSSM
+from tests.harness.packages import install
 from tests.harness.triton_interpreter import poisoned, require_triton  # noqa: F401
 from tests.kernels.test_attention import Case, Shape, make_metadata
 from tests.kernels.test_ssm import Arena, Layer, batch_of, check_against_reference
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 CUDA = Capabilities("cuda", "bfloat16", block_size=256)
-
-
-def install(patch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> None:
-    """A package of this name whose module has this function."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        module = ModuleType(".".join(parts[:end]))
-        module.__path__ = []  # type: ignore[attr-defined]
-        patch.setitem(sys.modules, module.__name__, module)
-    setattr(module, function.__name__, function)
 
 
 def flash_attn_varlen_func(
@@ -74,6 +61,8 @@ def flash_attn_varlen_func(
             x[pages.long()].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for x in (k, v)
         )
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * softmax_scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         behind = torch.arange(length - end + start, length)[:, None] - torch.arange(length)
         hidden = behind < 0
         if window_size[0] >= 0:
@@ -90,13 +79,15 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttn:
     return FlashAttn()
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 40])
-def test_flash_attn_equals_the_reference(flash: FlashAttn, window: int | None) -> None:
+def test_flash_attn_equals_the_reference(flash: FlashAttn, window: int | None, softcap: float | None) -> None:
     shape = Shape(block_size=256, dtype=torch.bfloat16)
     lengths = [(0, 5), (255, 1), (250, 9), (0, 1), (300, 2)]
     ours, expected = Case(lengths, shape, 0, poison=1e3), Case(lengths, shape, 0, poison=1e3)
-    actual = ours.run(flash, window)
-    torch.testing.assert_close(actual, expected.run(AttentionReference(), window), atol=2e-2, rtol=2e-2)
+    actual = ours.run(flash, window, softcap)
+    wanted = expected.run(AttentionReference(), window, softcap)
+    torch.testing.assert_close(actual, wanted, atol=2e-2, rtol=2e-2)
     assert torch.equal(ours.arena.bytes(), expected.arena.bytes())
 
 

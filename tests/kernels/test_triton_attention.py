@@ -61,6 +61,23 @@ def test_a_batch_of_every_kind(ours: Triton, window: int | None, dtype: torch.dt
     assert_matches_reference([(0, 5), (9, 3), (13, 1), (0, 1)], Shape(dtype=dtype), window, backend=ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.usefixtures("short_splits")
+def test_scores_are_capped(ours: Triton, window: int | None, dtype: torch.dtype) -> None:
+    """In a prompt, in a decode of one split and of several."""
+    shape = Shape(dtype=dtype)
+    assert_matches_reference([(35, 1), (9, 3), (0, 4), (3, 1)], shape, window, backend=ours, softcap=0.5)
+
+
+def test_a_high_cap_keeps_scores(ours: Triton) -> None:
+    """What tanh is off by, times the cap, times what scores are worth."""
+    lengths, softcap = [(9, 3), (13, 1)], 50.0
+    expected = Case(lengths, Shape(), 0).run(Reference(), softcap=softcap)
+    actual = Case(lengths, Shape(), 0).run(ours, softcap=softcap)
+    torch.testing.assert_close(actual, expected, atol=softcap * 2e-7, rtol=softcap * 2e-7)
+
+
 @pytest.mark.parametrize(
     "window", [None, *(pytest.param(window, marks=pytest.mark.slow) for window in (3, 17, 40))]
 )
