@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch  # whose OpenMP runtime must be loaded before a library looks for one
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 logger = logging.getLogger("hybridserve")
 
