@@ -95,3 +95,7 @@ class SSMBackend(Backend):
         delta = clamp(softplus(dt + dt_bias), dt_limits); h[t] = exp(delta A) h[t-1] + delta x[t] B[t]^T;
         y = h[t] C[t] + D x[t]; y *= silu(z). Where h starts and where it stays is as above.
         """
+
+    def ssd_scratch_bytes(self, num_heads: int, head_dim: int, num_states: int) -> int:
+        """Bytes a token that `ssd_scan` takes while it runs, at most, beside its result."""
+        return 0
