@@ -2,8 +2,8 @@
 `triton_kernels` and, for Mamba-2, in `triton_ssd_kernels`.
 
 How a sequence is cut depends on its own length alone, and no chunk on another sequence: a row has the same
-bits in any company. A few tokens to verify, of up to eight, take the kernels that one token takes, by slot and
-at once, and get the bits that steps of one token would give them, states included where they are float32.
+bits in any company. A few tokens to verify, of up to eight, take the kernels that one token takes, by slot
+and at once, and get the bits that steps of one token would give them, states too where they are float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.triton_support import cdiv, obstacle, power_of_2, rows_of, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from hybridserve.kernels.registry import Capabilities
 
@@ -68,19 +68,24 @@ class Triton(SSMBackend):
 
     def prepare(self, metadata: SSMMetadata) -> TritonMetadata:
         lens, device = metadata.query_lens, metadata.state_slots.device
-        conv = [(i, first) for i, length in enumerate(lens) for first in range(0, length, CONV_TOKENS)]
         scan, long = _scan_chunks(lens, device)
         return TritonMetadata(
             metadata.query_start,
             metadata.state_slots,
             metadata.has_state,
             lens,
-            conv_chunks=upload(conv, device),
+            conv_chunks=self._cut_conv(metadata),
             scan_chunks=upload(scan, device),
             long=long,
             ssd=triton_ssd.cut(lens, device),
             all_single=max(lens, default=1) == 1,
         )
+
+    def _cut_conv(self, metadata: SSMMetadata, without: Collection[int] = ()) -> torch.Tensor:
+        """Chunks [n, 2] to convolve, of all sequences but some."""
+        lens = ((i, length) for i, length in enumerate(metadata.query_lens) if i not in without)
+        chunks = [(i, first) for i, length in lens for first in range(0, length, CONV_TOKENS)]
+        return upload(chunks, metadata.state_slots.device)
 
     def causal_conv1d(
         self,
@@ -92,7 +97,7 @@ class Triton(SSMBackend):
         *,
         silu: bool = True,
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
+        metadata = prepared_by_triton(metadata)
         x = rows_of(x)
         y = x.new_empty(x.shape)
         num_channels, width = weight.shape
@@ -129,7 +134,7 @@ class Triton(SSMBackend):
         state: torch.Tensor,
         metadata: SSMMetadata,
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
+        metadata = prepared_by_triton(metadata)
         u, dt, B, C = rows_of(u), rows_of(dt), rows_of(B), rows_of(C)
         has_gate = z is not None
         z = rows_of(z) if z is not None else u
@@ -185,7 +190,7 @@ class Triton(SSMBackend):
         *,
         dt_limits: tuple[float, float] = (0.0, math.inf),
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
+        metadata = prepared_by_triton(metadata)
         y = x.new_empty(x.shape)
         if not y.numel():
             return y
@@ -201,9 +206,6 @@ class Triton(SSMBackend):
             self._scan_prompts(scan, metadata)
         return y
 
-    def ssd_scratch_bytes(self, num_heads: int, head_dim: int, num_states: int) -> int:
-        return triton_ssd.scratch_bytes(num_heads, head_dim, num_states)
-
     def _update_few(self, scan: triton_ssd.Scan, metadata: TritonMetadata) -> None:
         triton_ssd.update(self._ssd_kernels, scan, metadata, metadata.ssd)
 
@@ -211,7 +213,31 @@ class Triton(SSMBackend):
         triton_ssd.scan_prompts(self._ssd_kernels, scan, metadata, metadata.ssd)
 
 
-def _prepared(metadata: SSMMetadata) -> TritonMetadata:
+def has_one_token_each(metadata: SSMMetadata) -> bool:
+    """Whether there are sequences, and each has one token."""
+    is_decode = isinstance(metadata, TritonMetadata) and metadata.all_single
+    return is_decode and 0 < len(metadata.query_lens) == sum(metadata.query_lens)
+
+
+def start_from_zero(state: torch.Tensor, metadata: SSMMetadata) -> None:
+    """Clears the slots [num_slots, ...] of sequences that have no state yet, and the null slot in stead of
+    the others', for packages that can't be told."""
+    slots = metadata.state_slots
+    state.index_fill_(0, torch.where(metadata.has_state, torch.zeros_like(slots), slots), 0)
+
+
+def take_state(state: torch.Tensor, metadata: SSMMetadata, sequences: slice) -> torch.Tensor:
+    """A copy [n, ...] of some sequences' states, zero where they have none."""
+    own = state.index_select(0, metadata.state_slots[sequences])
+    fresh = metadata.has_state[sequences].logical_not()
+    return own.masked_fill_(fresh.view(-1, *[1] * (own.dim() - 1)), 0)
+
+
+def put_state(state: torch.Tensor, metadata: SSMMetadata, sequences: slice, own: torch.Tensor) -> None:
+    state.index_copy_(0, metadata.state_slots[sequences], own.to(state.dtype))
+
+
+def prepared_by_triton(metadata: SSMMetadata) -> TritonMetadata:
     if not isinstance(metadata, TritonMetadata):
         raise TypeError("metadata must come from this backend's prepare()")
     return metadata

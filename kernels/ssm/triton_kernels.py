@@ -4,6 +4,9 @@ A step of decoding is bound by bytes: the state is read and written once, 8 byte
 float32. A scan of many tokens is bound by its exponentials, one a (token, channel, state), and by the length
 of its chain. Long sequences are therefore scanned in chunks, all at the same time: h after a chunk is exp(A *
 sum of delta) * (h before it) + (h of the chunk alone), and decays are only ever multiplied.
+
+What is fused into one rounding is written down (`tl.fma`): loops of one token and of several are compiled
+apart, and several tokens are to get the bits of as many steps of one.
 """
 
 import triton
@@ -59,7 +62,7 @@ def causal_conv1d(
             place = history[None, :] + ((at + (WIDTH - 1)) * state_stride_tap)[:, None]
             value += tl.load(place, mask=is_old[:, None] & has_channel[None, :], other=0.0).to(tl.float32)
         factor = tl.load(weight + channel * WIDTH + tap, mask=has_channel, other=0.0).to(tl.float32)
-        total += factor[None, :] * value
+        total = tl.fma(tl.broadcast_to(factor[None, :], value.shape), value, total)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
     place = y + (start + token)[:, None] * num_channels + channel[None, :]
@@ -139,7 +142,7 @@ def scan_alone(
             x = tl.load(u + token * u_stride + channel, mask=wanted, other=0.0).to(tl.float32)
             is_state = (n < NUM_STATES) & (first + i < length)
             b = tl.load(B + token * B_stride + n, mask=is_state, other=0.0).to(tl.float32)
-            h = tl.exp2(delta[:, None] * a) * h + (delta * x)[:, None] * b[None, :]
+            h = tl.fma(tl.exp2(delta[:, None] * a), h, (delta * x)[:, None] * b[None, :])
             total += delta
     tl.store(carry + entry * num_channels * NUM_STATES + place, h, mask=inside)
     tl.store(sums + entry * num_channels + channel, total, mask=has_channel)
@@ -253,7 +256,7 @@ def scan(
             x = tl.load(u + token * u_stride + channel, mask=wanted, other=0.0).to(tl.float32)
             b = tl.load(B + token * B_stride + n, mask=is_state, other=0.0).to(tl.float32)
             c = tl.load(C + token * C_stride + n, mask=is_state, other=0.0).to(tl.float32)
-            h = tl.exp2(delta[:, None] * a) * h + (delta * x)[:, None] * b[None, :]
+            h = tl.fma(tl.exp2(delta[:, None] * a), h, (delta * x)[:, None] * b[None, :])
             out = tl.sum(h * c[None, :], 1) + d * x
             if HAS_Z:
                 gate = tl.load(z + token * z_stride + channel, mask=wanted, other=0.0).to(tl.float32)

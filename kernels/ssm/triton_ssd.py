@@ -1,5 +1,5 @@
-"""Mamba-2's scan by Triton: how a ragged batch is cut, and the launches. Knows tables of chunks and tiles; the
-arithmetic is in `triton_ssd_kernels`.
+"""Mamba-2's scan by Triton: how a ragged batch is cut, and the launches. Knows tables of chunks, and tiles;
+the arithmetic is in `triton_ssd_kernels`.
 
 Sequences of up to `FEW` tokens, which are decoded or verified, are moved on token by token; longer ones are
 cut into chunks where each begins. Which of the two, and where, depends on a sequence's own length alone.
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hybridserve.kernels.triton_support import cdiv, power_of_2, rows_of, upload
+from hybridserve.kernels.ssm.interface import SCRATCH_TOKENS
+from hybridserve.kernels.triton_support import cdiv, power_of_2, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 FEW = 8
 """Tokens of a sequence that are moved on one by one: what a step decodes or verifies."""
 
-CHUNK = 256
+CHUNK = SCRATCH_TOKENS
 """Tokens. Between chunks lie states of float32: the more tokens, the fewer of them, and the more products of
 pairs of tokens."""
 
@@ -30,7 +31,8 @@ CHANNELS = 16
 """Of a head that a program of four warps updates: 256 states of each are 32 registers of a thread."""
 
 TILE = 64
-"""Tokens that are multiplied at a time; half of it where numbers are float32."""
+"""Tokens that a program of four warps multiplies at a time. Float32 is multiplied outside of the tensor
+cores, which takes more registers: half the tokens, twice the warps."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -49,6 +51,11 @@ class Scan(NamedTuple):
     state: torch.Tensor  # [num_slots, H, P, N]
     y: torch.Tensor  # [T, H, P] contiguous
     dt_limits: tuple[float, float]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether what is multiplied comes in one half dtype."""
+        return self.x.dtype in HALVES and self.x.dtype is self.B.dtype is self.C.dtype
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -103,11 +110,6 @@ def cut(lens: Sequence[int], device: torch.device) -> Batch:
     )
 
 
-def scratch_bytes(num_heads: int, head_dim: int, num_states: int) -> int:
-    """Of device memory, a token of a step: deltas and clocks, and states between chunks."""
-    return num_heads * (4 + 8 + 4 * cdiv(head_dim * num_states, CHUNK))
-
-
 def update(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) -> None:
     """Moves the sequences of few tokens on."""
     x, dt, A, B, C, D, z, dt_bias, state, y, limits = scan
@@ -133,9 +135,9 @@ def update(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) -> Non
 def scan_prompts(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) -> None:
     """Scans the others, in chunks.
 
-    What is multiplied are float32 numbers and inputs. Inputs in a half dtype, and their products' operands, go
-    to the tensor cores as TF32, which holds either half exactly and rounds float32 to 11 bits, 8 times as
-    fine as bfloat16; those in float32 are multiplied in float32. Sums are float32.
+    B and C meet in their own dtype, which is exact. All else multiplies inputs by float32 numbers: of a half
+    dtype as TF32, which holds either half exactly and cuts float32 to 11 bits, 8 times as fine as bfloat16
+    would; of float32 as they are. Sums are float32, as are states between chunks.
     """
     x, dt, A, B, C, D, z, dt_bias, state, y, limits = scan
     gate, has_bias = x if z is None else z, dt_bias is not None
@@ -152,13 +154,11 @@ def scan_prompts(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) 
         BLOCK_H=8,
         num_warps=4,
     )
-    is_half = x.dtype in HALVES and x.dtype is B.dtype is C.dtype
     facts = (metadata.state_slots, metadata.has_state.view(torch.uint8), len(x))
-    block_t = TILE if is_half else TILE // 2
-    block_p, block_n = (power_of_2(min(size, 64), 16) for size in (head_dim, num_states))
-    groups = {"HEADS_OF_GROUP": num_heads // B.shape[1]}
-    tile = {"IS_HALF": is_half, "BLOCK_T": block_t, "BLOCK_P": block_p, "num_warps": 4}
-    tile |= scan.sizes | groups
+    block_t, num_warps = (TILE, 4) if scan.is_half else (TILE // 2, 8)
+    block_p, block_n = power_of_2(min(head_dim, 64), 16), power_of_2(min(num_states, 32), 16)
+    tile = {"BLOCK_T": block_t, "BLOCK_P": block_p, "BLOCK_N": block_n, "num_warps": num_warps}
+    tile |= {"IS_HALF": scan.is_half, "HEADS_OF_GROUP": num_heads // B.shape[1], **scan.sizes}
     parts = cdiv(head_dim, block_p) * cdiv(num_states, block_n)
 
     def leave(chunks: torch.Tensor, *, is_last: bool) -> None:
@@ -166,7 +166,6 @@ def scan_prompts(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) 
             *(x, B, deltas, clocks, state, carry, chunks, *facts),
             *(*x.stride()[:2], *B.stride()[:2], *state.stride()),
             IS_LAST=is_last,
-            BLOCK_N=block_n,
             **tile,
         )
 
@@ -185,7 +184,6 @@ def scan_prompts(kernels: Any, scan: Scan, metadata: SSMMetadata, batch: Batch) 
         *(*x.stride()[:2], *B.stride()[:2], *C.stride()[:2], *gate.stride()[:2], *state.stride()),
         HAS_Z=z is not None,
         CHUNK=CHUNK,
-        BLOCK_N=block_n,
         **tile,
     )
     leave(chunks[num_inner:], is_last=True)
