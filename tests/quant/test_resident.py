@@ -39,8 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     expected = build_model(config, Backends().context(torch.bfloat16, device="meta")).weights
     names = {name: t.shape for name, t in expected.tensors.items() if t.covers == (name,)}
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16() for name, shape in names.items()}
-    save_file(tensors, path / "model.safetensors")
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+    weights = {name: tensor.mul_(0.02).bfloat16() for name, tensor in tensors.items()}
+    save_file(weights, path / "model.safetensors")
     return path
 
 
