@@ -121,7 +121,7 @@ def test_without_a_compiler_torch_is_used() -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
-@pytest.mark.parametrize("driver", ["native_driver.c", "native_sequence_driver.c"])
+@pytest.mark.parametrize("driver", ["native_driver.c", "native_lora_driver.c", "native_sequence_driver.c"])
 def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None:
     """The kernels over odd sizes in exactly sized memory, compared with plain loops."""
     program = tmp_path / "driver"
