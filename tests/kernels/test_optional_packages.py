@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
