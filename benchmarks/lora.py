@@ -22,23 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from adapters import build_adapters
+from adapters import NUM_MIXED, adaptable_modules, build_adapters, create_core, mixed_throughput
+from machine import describe
 from models import build
-from offline import describe
-from workloads import w2
 
-from hybridserve import LLM, SamplingParams
-from hybridserve.config.loader import load_config
-from hybridserve.engine.core import EngineCore
+from hybridserve import SamplingParams
 from hybridserve.engine.messages import EngineRequest
-from hybridserve.engine.planner import make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hybridserve.engine.core import EngineCore
     from hybridserve.layers.lora import AdaptableModule
 
-NUM_MIXED = 8
 NUM_REGISTERED = 64
 NUM_RESIDENT = 8
 
@@ -73,58 +69,17 @@ def main() -> None:
         )
 
 
-def adaptable_modules(path: Path) -> Mapping[str, AdaptableModule]:
-    core = create_core(path, {"allow_runtime_loading": True, "roots": [path]})
-    modules = core.executor.adaptable_modules
-    core.close()
-    return modules
-
-
-def create_core(path: Path, lora: dict[str, Any], **options: Any) -> EngineCore:
-    settings = {"max_num_seqs": 64, "memory_bytes": "1GiB", "max_model_len": 4096, "lora": lora, **options}
-    config = load_config(path, None, settings)
-    return EngineCore.create(config, make_plan(config, path), path)
-
-
-# ---- throughput
-
-
 def throughput(
     args: argparse.Namespace, path: Path, modules: Mapping[str, AdaptableModule], targets: str
 ) -> dict[str, Any]:
-    adapters = build_adapters(path, modules, targets, NUM_MIXED)
-    llm = LLM(path, max_num_seqs=64, memory_bytes="1GiB", max_model_len=4096, lora={"adapters": adapters})
-    names = list(adapters)
-    rng = random.Random(0)
-    kinds: dict[str, list[str | None]] = {
-        "base": [None] * 16,
-        "one": [names[0]] * 16,
-        "mixed": [rng.choice(names) for _ in range(16)],
-    }
-    llm.generate([[1] * 32] * NUM_MIXED, SamplingParams(max_tokens=2), adapter=names, progress=False)
-    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for repeat in range(args.repeats):
-        order = list(kinds) if repeat % 2 else list(kinds)[::-1]
-        for kind in order:  # in turn, so that all see the same weather
-            rates[kind].append(run(llm, repeat, kinds[kind]))
-    llm.close()
-    rate = {kind: statistics.median(values) for kind, values in rates.items()}
-    shares = {kind: rate[kind] / rate["base"] for kind in ("one", "mixed")}
+    found = mixed_throughput(path, modules, targets, args.repeats)
+    base, shares = statistics.median(found["rates"]["base"]), found["shares"]
     print(
-        f"throughput, {targets:8} base {rate['base']:7.1f} tok/s; one adapter {shares['one']:.1%}, "
-        f"{NUM_MIXED} mixed {shares['mixed']:.1%}",
+        f"throughput, {targets:8} base {base:7.1f} tok/s; one adapter {shares['one']:.1%}, {NUM_MIXED} mixed "
+        f"{shares['mixed']:.1%}",
         flush=True,
     )
-    return {"targets": targets, "rates": rates, "shares": shares}
-
-
-def run(llm: LLM, repeat: int, adapters: Sequence[str | None]) -> float:
-    """Output tokens a second of W2."""
-    workload = w2(repeat)
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in workload]
-    start = time.perf_counter()
-    llm.generate([prompt for prompt, _ in workload], params, adapter=adapters, progress=False)
-    return sum(count for _, count in workload) / (time.perf_counter() - start)
+    return found
 
 
 # ---- many adapters, few places

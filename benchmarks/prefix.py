@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from machine import describe
 from models import build
-from offline import describe
 from workloads import WORKLOADS, Workload
 
 from hybridserve import LLM, SamplingParams

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from machine import describe
 from models import build
-from offline import describe, run_engine
+from runs import OPTIONS, WARM_UP, run_engine
 from workloads import WORKLOADS, num_scored
 
 from hybridserve import LLM
@@ -30,7 +31,7 @@ PLAIN = "bf16"
 
 def load(path: Path, format_name: str, kernels: Mapping[str, str]) -> LLM:
     options: dict[str, Any] = {} if format_name == PLAIN else {"quantization.format": format_name}
-    return LLM(path, max_num_seqs=64, memory_bytes="1GiB", max_model_len=4096, **options, **kernels)
+    return LLM(path, **OPTIONS, **options, **kernels)
 
 
 def load_seconds(
@@ -67,7 +68,7 @@ def main() -> None:
     engines = {name: load(path, name, kernels) for name in names}
     results: dict[str, dict[str, Any]] = {}
     for name, llm in engines.items():
-        run_engine(llm, [([1] * 32, 4)] * 2)
+        run_engine(llm, WARM_UP)
         plan = llm.plan
         results[name] = {
             "gemm": plan.backends["gemm"].name,

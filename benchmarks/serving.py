@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from machine import describe
 from models import build
-from offline import describe
 from scripted_engine import STEPS
 from structured import trained
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import describe
 from models import build
-from offline import describe
 
 from hybridserve import LLM, SamplingParams, StructuredOutputs
 from hybridserve.grammar.compiler import compile_matcher, load_tokenizer

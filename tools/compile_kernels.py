@@ -81,6 +81,7 @@ CASES = {
     "jamba-3b-bf16": Case("jamba-3b", 1, "none"),
     "jamba-3b-fp32": Case("jamba-3b", 1, "none", torch.float32),
     "bamba-9b-int8": Case(BAMBA, 1, "int8"),
+    "bamba-9b-fp32": Case(BAMBA, 1, "none", torch.float32),
 }
 
 HEAD_DIMS = (64, 80, 96, 128, 256)

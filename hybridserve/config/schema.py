@@ -125,7 +125,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 AutoDtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "native", "triton", "torch_native", "reference"]
 AttentionName = Literal["auto", "native", "triton", "flash_attn", "flashinfer", "torch_native", "reference"]
-SSMName = Literal["auto", "native", "triton", "mamba_ssm", "torch_native", "reference"]
+SSMName = Literal["auto", "native", "triton", "mamba_ssm", "causal_conv1d", "torch_native", "reference"]
 GemmName = Literal["auto", "exact", "onednn", "native", "native_exact", "triton", "torch_native", "reference"]
 MoEName = Literal["auto", "exact", "native", "native_exact", "triton", "torch_native", "reference"]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from hybridserve.core.cache_spec import StateSpec, StateTensor
+from hybridserve.kernels.ssm.interface import ssd_scratch_bytes
 from hybridserve.layers.linear import ColumnParallelLinear, OutputSlice, OutputSlices, RowParallelLinear, cut
 from hybridserve.layers.norm import GroupedRMSNorm
 
@@ -66,7 +67,8 @@ class Mamba2Mixer:
         self.sizes = (local * head_dim, num_convolved, local)  # z, x B C, dt
         self._create_parameters(context, name, conv_width, conv_bias)
         num_projected = self.in_proj.outputs.num_rows
-        context.footprint.widen(context.part, num_projected + num_convolved + 2 * local * head_dim)
+        scratch = ssd_scratch_bytes(local, head_dim, state_size) // context.dtype.itemsize
+        context.footprint.widen(context.part, num_projected + num_convolved + 2 * local * head_dim + scratch)
         dtype = str(context.dtype).removeprefix("torch.")
         conv = StateTensor("conv", (num_convolved, conv_width - 1), dtype)
         ssm = StateTensor("ssm", (local, head_dim, state_size), context.state_dtype)

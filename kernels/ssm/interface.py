@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     import torch
 
 
+SCRATCH_TOKENS = 256
+"""For so many tokens of a step a scan of Mamba-2 may keep one state beside them."""
+
+
+def ssd_scratch_bytes(num_heads: int, head_dim: int, num_states: int) -> int:
+    """That a scan of Mamba-2 may take a token of a step while it runs: states in float32, and two numbers a
+    head, of 4 and of 8 bytes."""
+    return num_heads * (4 + 8 + -(-4 * head_dim * num_states // SCRATCH_TOKENS))
+
+
 @dataclass(slots=True)
 class SSMMetadata:
     """One step's tokens, `T` in all, of `S` sequences laid end to end.

@@ -1,8 +1,9 @@
 """Recurrences by Triton, for NVIDIA GPUs. Knows how a ragged batch is cut into chunks; the arithmetic is in
-`triton_kernels`. Mamba-2's prompts are scanned token after token, each head at the same time.
+`triton_kernels` and, for Mamba-2, in `triton_ssd_kernels`.
 
 How a sequence is cut depends on its own length alone, and no chunk on another sequence: a row has the same
-bits in any company. One token, a few to verify and a prompt take the same kernels.
+bits in any company. A few tokens to verify, of up to eight, take the kernels that one token takes, by slot
+and at once, and get the bits that steps of one token would give them, states too where they are float32.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hybridserve.kernels.ssm import triton_ssd
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.triton_support import cdiv, obstacle, power_of_2, rows_of, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from hybridserve.kernels.registry import Capabilities
 
@@ -32,9 +34,6 @@ UNROLL = 4
 """Tokens whose inputs are loaded together, ahead of the chain."""
 
 CONV_TOKENS = 32
-
-SSD_CHANNELS = 16
-"""Of a head that a program of four warps scans: 256 states of each are 32 registers of a thread."""
 
 
 class Long(NamedTuple):
@@ -50,6 +49,7 @@ class TritonMetadata(SSMMetadata):
     conv_chunks: torch.Tensor  # [n, 2]: sequence, first of its tokens
     scan_chunks: torch.Tensor  # [n, 5]: sequence, first token, number of tokens, entry or -1, is last
     long: Long | None
+    ssd: triton_ssd.Batch
     all_single: bool  # no sequence has more than one token
 
 
@@ -62,24 +62,30 @@ class Triton(SSMBackend):
         return obstacle(capabilities)
 
     def __init__(self) -> None:
-        from hybridserve.kernels.ssm import triton_kernels
+        from hybridserve.kernels.ssm import triton_kernels, triton_ssd_kernels
 
-        self._kernels = triton_kernels
+        self._kernels, self._ssd_kernels = triton_kernels, triton_ssd_kernels
 
     def prepare(self, metadata: SSMMetadata) -> TritonMetadata:
         lens, device = metadata.query_lens, metadata.state_slots.device
-        conv = [(i, first) for i, length in enumerate(lens) for first in range(0, length, CONV_TOKENS)]
         scan, long = _scan_chunks(lens, device)
         return TritonMetadata(
             metadata.query_start,
             metadata.state_slots,
             metadata.has_state,
             lens,
-            conv_chunks=upload(conv, device),
+            conv_chunks=self._cut_conv(metadata),
             scan_chunks=upload(scan, device),
             long=long,
+            ssd=triton_ssd.cut(lens, device),
             all_single=max(lens, default=1) == 1,
         )
+
+    def _cut_conv(self, metadata: SSMMetadata, without: Collection[int] = ()) -> torch.Tensor:
+        """Chunks [n, 2] to convolve, of all sequences but some."""
+        lens = ((i, length) for i, length in enumerate(metadata.query_lens) if i not in without)
+        chunks = [(i, first) for i, length in lens for first in range(0, length, CONV_TOKENS)]
+        return upload(chunks, metadata.state_slots.device)
 
     def causal_conv1d(
         self,
@@ -91,7 +97,7 @@ class Triton(SSMBackend):
         *,
         silu: bool = True,
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
+        metadata = prepared_by_triton(metadata)
         x = rows_of(x)
         y = x.new_empty(x.shape)
         num_channels, width = weight.shape
@@ -128,7 +134,7 @@ class Triton(SSMBackend):
         state: torch.Tensor,
         metadata: SSMMetadata,
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
+        metadata = prepared_by_triton(metadata)
         u, dt, B, C = rows_of(u), rows_of(dt), rows_of(B), rows_of(C)
         has_gate = z is not None
         z = rows_of(z) if z is not None else u
@@ -184,34 +190,54 @@ class Triton(SSMBackend):
         *,
         dt_limits: tuple[float, float] = (0.0, math.inf),
     ) -> torch.Tensor:
-        metadata = _prepared(metadata)
-        x, dt, B, C = rows_of(x), rows_of(dt), rows_of(B), rows_of(C)
-        gate = x if z is None else rows_of(z)
+        metadata = prepared_by_triton(metadata)
         y = x.new_empty(x.shape)
-        num_heads, head_dim, num_states = state.shape[1:]
-        if not len(x) or not num_heads:
+        if not y.numel():
             return y
-        D = D.contiguous()
-        grid = (len(metadata.query_lens), num_heads, cdiv(head_dim, SSD_CHANNELS))
-        self._kernels.ssd_scan[grid](
-            *(x, dt, A.contiguous(), B, C, D, gate, D if dt_bias is None else dt_bias.contiguous(), state, y),
-            *(metadata.query_start, metadata.state_slots, metadata.has_state.view(torch.uint8), *dt_limits),
-            *(*x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2], *gate.stride()[:2]),
-            *state.stride(),
-            NUM_HEADS=num_heads,
-            HEADS_OF_GROUP=num_heads // B.shape[1],
-            HEAD_DIM=head_dim,
-            NUM_STATES=num_states,
-            HAS_DT_BIAS=dt_bias is not None,
-            HAS_Z=z is not None,
-            BLOCK_P=SSD_CHANNELS,
-            BLOCK_N=power_of_2(num_states),
-            num_warps=4,
+        x, dt, B, C = rows_of(x), rows_of(dt), rows_of(B), rows_of(C)
+        z = None if z is None else rows_of(z)
+        dt_bias = None if dt_bias is None else dt_bias.contiguous()
+        scan = triton_ssd.Scan(
+            *(x, dt, A.contiguous(), B, C, D.contiguous(), z, dt_bias, state, y), dt_limits=dt_limits
         )
+        if metadata.ssd.num_few:
+            self._update_few(scan, metadata)
+        if metadata.ssd.prompts:
+            self._scan_prompts(scan, metadata)
         return y
 
+    def _update_few(self, scan: triton_ssd.Scan, metadata: TritonMetadata) -> None:
+        triton_ssd.update(self._ssd_kernels, scan, metadata, metadata.ssd)
 
-def _prepared(metadata: SSMMetadata) -> TritonMetadata:
+    def _scan_prompts(self, scan: triton_ssd.Scan, metadata: TritonMetadata) -> None:
+        triton_ssd.scan_prompts(self._ssd_kernels, scan, metadata, metadata.ssd)
+
+
+def has_one_token_each(metadata: SSMMetadata) -> bool:
+    """Whether there are sequences, and each has one token."""
+    is_decode = isinstance(metadata, TritonMetadata) and metadata.all_single
+    return is_decode and 0 < len(metadata.query_lens) == sum(metadata.query_lens)
+
+
+def start_from_zero(state: torch.Tensor, metadata: SSMMetadata) -> None:
+    """Clears the slots [num_slots, ...] of sequences that have no state yet, and the null slot in stead of
+    the others', for packages that can't be told."""
+    slots = metadata.state_slots
+    state.index_fill_(0, torch.where(metadata.has_state, torch.zeros_like(slots), slots), 0)
+
+
+def take_state(state: torch.Tensor, metadata: SSMMetadata, sequences: slice) -> torch.Tensor:
+    """A copy [n, ...] of some sequences' states, zero where they have none."""
+    own = state.index_select(0, metadata.state_slots[sequences])
+    fresh = metadata.has_state[sequences].logical_not()
+    return own.masked_fill_(fresh.view(-1, *[1] * (own.dim() - 1)), 0)
+
+
+def put_state(state: torch.Tensor, metadata: SSMMetadata, sequences: slice, own: torch.Tensor) -> None:
+    state.index_copy_(0, metadata.state_slots[sequences], own.to(state.dtype))
+
+
+def prepared_by_triton(metadata: SSMMetadata) -> TritonMetadata:
     if not isinstance(metadata, TritonMetadata):
         raise TypeError("metadata must come from this backend's prepare()")
     return metadata

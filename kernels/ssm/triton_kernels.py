@@ -1,10 +1,12 @@
-"""Recurrences of Mamba (arXiv 2312.00752) and Mamba-2 (2405.21060) in Triton: causal convolution and scans
-over ragged batches.
+"""Recurrences of Mamba (arXiv 2312.00752) in Triton: causal convolution and scan over ragged batches.
 
 A step of decoding is bound by bytes: the state is read and written once, 8 bytes a channel and state in
 float32. A scan of many tokens is bound by its exponentials, one a (token, channel, state), and by the length
 of its chain. Long sequences are therefore scanned in chunks, all at the same time: h after a chunk is exp(A *
 sum of delta) * (h before it) + (h of the chunk alone), and decays are only ever multiplied.
+
+What is fused into one rounding is written down (`tl.fma`): loops of one token and of several are compiled
+apart, and several tokens are to get the bits of as many steps of one.
 """
 
 import triton
@@ -60,7 +62,7 @@ def causal_conv1d(
             place = history[None, :] + ((at + (WIDTH - 1)) * state_stride_tap)[:, None]
             value += tl.load(place, mask=is_old[:, None] & has_channel[None, :], other=0.0).to(tl.float32)
         factor = tl.load(weight + channel * WIDTH + tap, mask=has_channel, other=0.0).to(tl.float32)
-        total += factor[None, :] * value
+        total = tl.fma(tl.broadcast_to(factor[None, :], value.shape), value, total)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
     place = y + (start + token)[:, None] * num_channels + channel[None, :]
@@ -140,7 +142,7 @@ def scan_alone(
             x = tl.load(u + token * u_stride + channel, mask=wanted, other=0.0).to(tl.float32)
             is_state = (n < NUM_STATES) & (first + i < length)
             b = tl.load(B + token * B_stride + n, mask=is_state, other=0.0).to(tl.float32)
-            h = tl.exp2(delta[:, None] * a) * h + (delta * x)[:, None] * b[None, :]
+            h = tl.fma(tl.exp2(delta[:, None] * a), h, (delta * x)[:, None] * b[None, :])
             total += delta
     tl.store(carry + entry * num_channels * NUM_STATES + place, h, mask=inside)
     tl.store(sums + entry * num_channels + channel, total, mask=has_channel)
@@ -254,90 +256,10 @@ def scan(
             x = tl.load(u + token * u_stride + channel, mask=wanted, other=0.0).to(tl.float32)
             b = tl.load(B + token * B_stride + n, mask=is_state, other=0.0).to(tl.float32)
             c = tl.load(C + token * C_stride + n, mask=is_state, other=0.0).to(tl.float32)
-            h = tl.exp2(delta[:, None] * a) * h + (delta * x)[:, None] * b[None, :]
+            h = tl.fma(tl.exp2(delta[:, None] * a), h, (delta * x)[:, None] * b[None, :])
             out = tl.sum(h * c[None, :], 1) + d * x
             if HAS_Z:
                 gate = tl.load(z + token * z_stride + channel, mask=wanted, other=0.0).to(tl.float32)
                 out = out * gate / (1.0 + tl.exp(-gate))
             tl.store(y + token * num_channels + channel, out.to(y.dtype.element_ty), mask=wanted)
     tl.store(slot, h.to(state.dtype.element_ty), mask=inside & is_last)
-
-
-@triton.jit(do_not_specialize=["least", "most"])
-def ssd_scan(
-    x,  # [T, H, P]
-    dt,  # [T, H]
-    A,  # [H]
-    B,  # [T, G, N]
-    C,  # [T, G, N]
-    D,  # [H]
-    z,  # [T, H, P]
-    dt_bias,  # [H]
-    state,  # [num_slots, H, P, N]
-    y,  # [T, H, P] contiguous
-    query_start,
-    state_slots,
-    has_state,  # as bytes
-    least,  # of delta ...
-    most,
-    x_stride_token,
-    x_stride_head,
-    dt_stride,
-    B_stride_token,
-    B_stride_group,
-    C_stride_token,
-    C_stride_group,
-    z_stride_token,
-    z_stride_head,
-    state_stride_slot,
-    state_stride_head,
-    state_stride_channel,
-    state_stride_state,
-    NUM_HEADS: tl.constexpr,
-    HEADS_OF_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_STATES: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """A program scans some channels of one head of one sequence, token after token, with h in registers."""
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    start = tl.load(query_start + sequence).to(tl.int64)
-    length = (tl.load(query_start + sequence + 1) - start).to(tl.int32)
-    channel = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
-    has_channel = channel < HEAD_DIM
-    n = tl.arange(0, BLOCK_N)
-    is_state = n < NUM_STATES
-    inside = has_channel[:, None] & is_state[None, :] & (length > 0)
-    a = tl.load(A + head) * 1.4426950408889634
-    d = tl.load(D + head)
-    bias = 0.0
-    if HAS_DT_BIAS:
-        bias = tl.load(dt_bias + head).to(tl.float32)
-    slot = state + tl.load(state_slots + sequence).to(tl.int64) * state_stride_slot + head * state_stride_head
-    slot = slot + (channel * state_stride_channel)[:, None] + (n * state_stride_state)[None, :]
-    knows = tl.load(has_state + sequence) != 0
-    h = tl.load(slot, mask=inside & knows, other=0.0).to(tl.float32)
-    group = head // HEADS_OF_GROUP
-    for i in range(length):
-        token = start + i
-        delta = softplus(tl.load(dt + token * dt_stride + head).to(tl.float32) + bias)
-        delta = tl.minimum(tl.maximum(delta, least), most)
-        place = token * x_stride_token + head * x_stride_head + channel
-        value = tl.load(x + place, mask=has_channel, other=0.0).to(tl.float32)
-        place = token * B_stride_token + group * B_stride_group + n
-        b = tl.load(B + place, mask=is_state, other=0.0).to(tl.float32)
-        place = token * C_stride_token + group * C_stride_group + n
-        c = tl.load(C + place, mask=is_state, other=0.0).to(tl.float32)
-        h = tl.exp2(delta * a) * h + (delta * value)[:, None] * b[None, :]
-        out = tl.sum(h * c[None, :], 1) + d * value
-        if HAS_Z:
-            place = token * z_stride_token + head * z_stride_head + channel
-            gate = tl.load(z + place, mask=has_channel, other=0.0).to(tl.float32)
-            out = out * gate / (1.0 + tl.exp(-gate))
-        place = (token * NUM_HEADS + head) * HEAD_DIM + channel
-        tl.store(y + place, out.to(y.dtype.element_ty), mask=has_channel)
-    tl.store(slot, h.to(state.dtype.element_ty), mask=inside)

@@ -29,6 +29,17 @@ EXPORT void twice(const float *x, float *y, int64_t n) {
 }
 """
 
+MEETING = """
+#include "native.h"
+#include <time.h>
+EXPORT void meet(int64_t *begun, int64_t *met) {
+  const time_t start = time(0);
+  __atomic_add_fetch(begun, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(begun, __ATOMIC_SEQ_CST) < 2 && time(0) < start + 20) {}
+  *met = __atomic_load_n(begun, __ATOMIC_SEQ_CST) == 2;
+}
+"""
+
 WRITE_NONSENSE = 'for a; do [ "$last" = -o ] && echo nonsense > "$a"; last=$a; done; exit 0'
 """What a compiler's script does for it."""
 
@@ -127,6 +138,37 @@ def test_every_ingredient_changes_the_name(
     monkeypatch.setattr(native, "_openmp_runtime", lambda version: None)
     assert is_new()
     assert not is_new()
+
+
+@needs_compiler
+def test_another_cpu_has_its_own(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, built: Callable[[], list[str]]
+) -> None:
+    """As in a home that two machines share: what one has built may be an illegal instruction on the other."""
+    features = native._cpu_features()
+    assert features.startswith(("flags", "Features"))
+    assert len(features.split()) > 10
+    native.open_library(source)
+    mine = kept(folder)
+    monkeypatch.setattr(native, "_cpu_features", lambda: features + " avx99")
+    built()
+    assert works(native.open_library(source))
+    assert built() == ["building C kernels, once (toy)"]
+    assert set(mine) < set(kept(folder))
+    monkeypatch.setattr(native, "_cpu_features", lambda: features)
+    assert works(native.open_library(source))
+    assert built() == []
+
+
+@needs_compiler
+def test_a_call_lets_other_threads_run(source: Path) -> None:
+    """Two calls meet inside of the library: each waits until the other has begun."""
+    source.write_text(MEETING)
+    library = native.declare(native.open_library(source), {"meet": (native.POINTER, native.POINTER)})
+    begun, met = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda place: library.meet(begun.data_ptr(), met[place:].data_ptr()), range(2)))
+    assert met.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["no-such-compiler", "/no/such/compiler -O1"])

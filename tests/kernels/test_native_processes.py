@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -120,7 +121,7 @@ def test_without_a_compiler_torch_is_used() -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
-@pytest.mark.parametrize("driver", ["native_driver.c", "native_sequence_driver.c"])
+@pytest.mark.parametrize("driver", ["native_driver.c", "native_lora_driver.c", "native_sequence_driver.c"])
 def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None:
     """The kernels over odd sizes in exactly sized memory, compared with plain loops."""
     program = tmp_path / "driver"
@@ -147,3 +148,25 @@ def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None
     done = subprocess.run([str(program)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     assert done.stdout.startswith("ok")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is x86's")
+@pytest.mark.parametrize("operator", ["attention", "gemm", "lora", "moe", "pointwise", "ssm", "ssd"])
+def test_portable_code_passes_the_operators_tests(operator: str) -> None:
+    """What a CPU without vectors that are known here runs, against the references: all that is asked of it
+    elsewhere, odd sizes and poisoned memory included."""
+    portable = f"{os.environ.get('CC', 'cc')} -mno-avx"
+    macros = [*portable.split(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    assert "__AVX__" not in subprocess.run(macros, capture_output=True, text=True, check=True).stdout
+    suite = Path(__file__).with_name(f"test_{operator}.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", str(suite)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CC": portable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -136,6 +136,22 @@ def test_padding_rows(backend: Triton) -> None:
         states = [True] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_tokens_are_that_many_steps(backend: Triton, dtype: torch.dtype) -> None:
+    """What verifies drafts: up to eight tokens of a sequence, bit by bit as one at a time; convolution and
+    scan."""
+    lens, slots = [8, 1, 3], [4, 8, 6]
+    layer, starts = Layer.random(sum(lens), dtype=dtype), [0, *itertools.accumulate(lens)]
+    arena, single = Arena.random(5), Arena.random(5)
+    actual = layer.run(backend, arena, batch_of(lens, slots, [True, True, False]))
+    for step in range(max(lens)):
+        going = [i for i, length in enumerate(lens) if step < length]
+        index = torch.tensor([starts[i] + step for i in going])
+        batch = batch_of([1] * len(going), [slots[i] for i in going], [i < 2 or step > 0 for i in going])
+        assert torch.equal(layer.tokens(index).run(backend, single, batch), actual[index])
+    assert torch.equal(arena.buffer, single.buffer)
+
+
 def test_extreme_steps(backend: Triton) -> None:
     """Steps so small that their sum with 1 is 1, and so large that a state is forgotten."""
     layer = Layer.random(7)

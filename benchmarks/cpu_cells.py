@@ -1,0 +1,143 @@
+"""What `cpu.py` measures, one cell a process: functions of options, which return what JSON can hold."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from adapters import adaptable_modules, mixed_throughput
+from limits import floor_seconds, head_parameters, product_rates, read_bandwidth
+from models import build
+from resident import resident_weights
+from runs import load_engine, load_transformers, run_engine, run_transformers
+from where import Clock, Recorder, host_work, shares
+from workloads import WORKLOADS, num_scored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import SimpleNamespace
+
+BATCH = 64
+"""Sequences of the cell `host`."""
+
+SECONDS = 2.0
+"""That each measurement of a limit may take."""
+
+
+def checkpoint(args: SimpleNamespace) -> Path:
+    """int8 weights are made of the bfloat16 checkpoint's while loading."""
+    return build(args.model, "float32" if args.dtype == "float32" else "bfloat16")
+
+
+def options(args: SimpleNamespace) -> dict[str, Any]:
+    return {"quantization.format": "int8"} if args.dtype == "int8" else {}
+
+
+def limits(args: SimpleNamespace) -> dict[str, Any]:
+    """For weights as large as the model's."""
+    from hybridserve.config.loader import load_config
+    from hybridserve.engine.planner import make_plan
+
+    path = checkpoint(args)
+    plan = make_plan(load_config(path, None, options(args)), path)
+    bandwidth = read_bandwidth(plan.weight_bytes, SECONDS)
+    rates = product_rates({"bfloat16": "bf16"}.get(args.dtype, args.dtype), SECONDS)
+    return {
+        "weight_bytes": plan.weight_bytes,
+        "bandwidths": bandwidth,
+        "product_rates": rates,
+        "bandwidth": max(bandwidth.values()),
+        "macs": max(rates.values()),
+    }
+
+
+def engine(args: SimpleNamespace) -> dict[str, Any]:
+    """A workload's rate, and how near to the limits that is."""
+    path = checkpoint(args)
+    llm = load_engine(path, **options(args))
+    make = WORKLOADS[args.workload]
+    seconds, floors, computed = [], [], []
+    for repeat in range(args.repeats):
+        with Recorder(llm) as recorder:
+            seconds.append(run_engine(llm, make(repeat))[0])
+        head = head_parameters(path)
+        floors.append(floor_seconds(llm.plan, head, recorder.steps, args.bandwidth, args.macs))
+        computed.append(sum(step.num_tokens for step in recorder.steps))
+    median = statistics.median(seconds)
+    return {
+        "tokens_per_second": num_scored(args.workload, make(0)) / median,
+        "of_limit": statistics.median(floors) / median,
+        "limit": num_scored(args.workload, make(0)) / statistics.median(floors),
+        "tokens_computed": computed,
+        "seconds": seconds,
+        "backends": {op: choice.name for op, choice in llm.plan.backends.items()},
+    }
+
+
+def transformers(args: SimpleNamespace) -> dict[str, Any]:
+    """The same through `generate`."""
+    model = load_transformers(checkpoint(args), getattr(torch, args.dtype))
+    make = WORKLOADS[args.workload]
+    seconds = [run_transformers(model, make(repeat)) for repeat in range(args.repeats)]
+    rate = num_scored(args.workload, make(0)) / statistics.median(seconds)
+    return {"tokens_per_second": rate, "seconds": seconds}
+
+
+def where(args: SimpleNamespace) -> dict[str, Any]:
+    """Shares of a workload's time."""
+    clock = Clock()
+    clock.watch_all()
+    llm = load_engine(checkpoint(args), **options(args))
+    clock.seconds.clear()
+    with Recorder(llm, clock) as recorder:
+        seconds, _ = run_engine(llm, WORKLOADS[args.workload](0))
+    return {"shares": shares(seconds, recorder.recorded, clock.seconds), "seconds": seconds}
+
+
+def host(args: SimpleNamespace) -> dict[str, Any]:
+    """Milliseconds of a decode step of many sequences."""
+    clock = Clock()
+    clock.watch_all()
+    llm = load_engine(checkpoint(args), **options(args))
+    with Recorder(llm, clock) as recorder:
+        run_engine(llm, [([1, 300 + row], 32) for row in range(BATCH)])
+    return host_work(recorder.recorded, BATCH)
+
+
+def adapters(args: SimpleNamespace) -> dict[str, Any]:
+    """W2 with 8 adapters mixed, and without any, in turn."""
+    path = checkpoint(args)
+    return mixed_throughput(path, adaptable_modules(path), "dense", args.repeats, **options(args))
+
+
+def memory(args: SimpleNamespace) -> dict[str, Any]:
+    return resident_weights(checkpoint(args), options(args))
+
+
+def start(args: SimpleNamespace) -> dict[str, Any]:
+    """Seconds from the command to the first character of `generate demo`, its kernels being built; and of
+    building them. Two tokens are asked for: the first may be no character yet."""
+    command = [sys.executable, "-m", "hybridserve", "generate", "demo", "--prompt", "ROMEO:"]
+    firsts = []
+    for _ in range(args.repeats + 1):  # the first builds and reads files
+        begin = time.perf_counter()
+        with subprocess.Popen(
+            [*command, "--max_tokens", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            firsts.append(time.perf_counter() - begin)
+            process.stdout.read()
+        if process.returncode:
+            raise RuntimeError(f"generate demo ended with status {process.returncode}")
+    return {"first_token_seconds": firsts[1:], "median": statistics.median(firsts[1:])}
+
+
+CELLS: dict[str, Callable[[SimpleNamespace], dict[str, Any]]] = {
+    each.__name__: each for each in (limits, engine, transformers, where, host, adapters, memory, start)
+}
