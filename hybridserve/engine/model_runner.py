@@ -18,7 +18,7 @@ from hybridserve.engine.sampler import Draws, LogprobsOutput, Scores
 from hybridserve.engine.staging import staging_for
 from hybridserve.engine.step_tensors import StepTensors
 from hybridserve.layers.context import ForwardContext
-from hybridserve.lora.batch import make_batch, select
+from hybridserve.lora.batch import make_batch, rows_with_adapters, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,19 +151,22 @@ class ModelRunner:
         begun = self._queue.mark()
         self._staging.begin()
         staged = self._stage(step)
-        graph = None if self.graphs is None else self.graphs.find(step)
-        hidden = lora = None
+        row_slots = rows_with_adapters(
+            step.adapter_slots, step.adapter_start, step.query_start, step.positions
+        )
+        graph = None if self.graphs is None else self.graphs.find(step, row_slots)
+        hidden = lora = drawing = None
         if graph is None:
             tensors = StepTensors.of(step, self._staging.put)
-            lora = make_batch(
-                step.adapter_slots, step.adapter_start, step.query_start, step.positions, self._device
-            )
+            lora = make_batch(row_slots, self._staging.put)
+            if step.sampling is not None:
+                drawing = select(lora, step.sampling.rows, self._staging.put)
             self._staging.flush()
             self._begin(step, staged, tensors)
             hidden = self.model(tensors.input_ids, self._context(tensors, lora))
             logits = None
         else:
-            logits = self._replay(graph, step, staged)
+            logits = self._replay(graph, step, row_slots, staged)
         if staged.state_saves is not None:
             self.arena.copy_slots(*staged.state_saves.unbind(1))
         forwarded = self._queue.mark()
@@ -171,7 +174,7 @@ class ModelRunner:
         if hidden is not None:
             prompt_scores = self._prompt_scores(hidden, staged.prompt_rows, lora)
             if step.sampling is not None and staged.draws is not None:
-                logits = self.model.logits(hidden[staged.draws.rows], select(lora, step.sampling.rows))
+                logits = self.model.logits(hidden[staged.draws.rows], drawing)
         token_ids = scores = None
         if logits is not None and staged.draws is not None:
             self._drawn, scores = sampler.sample(logits, staged.draws, self._pointwise)
@@ -230,20 +233,24 @@ class ModelRunner:
             lora=lora,
         )
 
-    def _recordable(self, tensors: StepTensors) -> Callable[[], torch.Tensor | None]:
+    def _recordable(
+        self, tensors: StepTensors, lora: LoraBatch | None
+    ) -> Callable[[], torch.Tensor | None]:
         """A forward pass over these tensors, whatever they hold by then: logits of each token, where this
         rank has them."""
-        context = self._context(tensors, None)
+        context = self._context(tensors, lora)
 
         def forward() -> torch.Tensor | None:
             hidden = self.model(tensors.input_ids, context)
-            return None if hidden is None else self.model.logits(hidden, None)
+            return None if hidden is None else self.model.logits(hidden, lora)
 
         return forward
 
-    def _replay(self, graph: DecodeGraph, step: StepInput, staged: _Staged) -> torch.Tensor | None:
+    def _replay(
+        self, graph: DecodeGraph, step: StepInput, row_slots: np.ndarray | None, staged: _Staged
+    ) -> torch.Tensor | None:
         """Logits of the rows that draw, which the next replay overwrites."""
-        inputs = graph.put(step, self._staging.put)
+        inputs = graph.put(step, row_slots, self._staging.put)
         self._staging.flush()
         graph.load(inputs)
         self._begin(step, staged, graph.tensors)
@@ -255,7 +262,8 @@ class ModelRunner:
     ) -> list[Scores]:
         parts = []
         for each in wanted:
-            logits = self.model.logits(hidden[each.rows], select(lora, each.host))
+            batch = select(lora, each.host, self._staging.send)
+            logits = self.model.logits(hidden[each.rows], batch)
             if logits is not None:
                 scores = sampler.logprobs(logits, each.targets, each.num_top, each.host.tolist())
                 parts.append(scores.fetched(self._queue.fetch))

@@ -35,7 +35,7 @@ def f026_padding_and_slot_0(model: Path, oracle: Oracle) -> None:
     engine = GraphGuarded(model, poison="large")
     for index, prompt in enumerate(make_prompts([4, 2, 3])):
         engine.add(f"r{index}", prompt, greedy(10))
-    tensors = engine.graphs._graphs[4, engine.core.scheduler.max_model_len].tensors
+    tensors = engine.graphs._graphs[False, 4, engine.core.scheduler.max_model_len].tensors
 
     def look(step: StepInput) -> None:
         if len(step.state_slots) == 3 == len(step.input_ids):
