@@ -453,7 +453,9 @@ def compare(before: dict[str, Any], after: dict[str, Any], grown: list[int]) -> 
     faults = [f"still held: {name}: {count}" for name, count in after["held"].items() if count]
     faults += [f"not zero: {name}: {value}" for name, value in after["gauges"].items() if value]
     # What nobody asks for any more stays for later prompts, and each slab that is held holds something of it.
-    faults += [f"more slabs than units: {kind}: {num}" for kind, num in after["empty slabs"].items() if num > 0]
+    faults += [
+        f"more slabs than units: {kind}: {num}" for kind, num in after["empty slabs"].items() if num > 0
+    ]
     for name in ("tasks", "children", "files", "adapters"):
         if after[name] != before[name]:
             faults.append(f"{name}: {before[name]} before, {after[name]} after")

@@ -233,9 +233,7 @@ class ModelRunner:
             lora=lora,
         )
 
-    def _recordable(
-        self, tensors: StepTensors, lora: LoraBatch | None
-    ) -> Callable[[], torch.Tensor | None]:
+    def _recordable(self, tensors: StepTensors, lora: LoraBatch | None) -> Callable[[], torch.Tensor | None]:
         """A forward pass over these tensors, whatever they hold by then: logits of each token, where this
         rank has them."""
         context = self._context(tensors, lora)

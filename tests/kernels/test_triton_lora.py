@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridserve.kernels.lora import Triton, triton_backend
-from hybridserve.kernels.lora.interface import LoraTable, Room
+from hybridserve.kernels.lora.interface import LoraPair, LoraTable, Room
 from hybridserve.kernels.registry import Capabilities
 from hybridserve.lora.batch import RecordedBatch
 from tests.harness.triton_interpreter import poisoned, require_triton  # noqa: F401
@@ -121,7 +121,9 @@ def test_l014_a_table_stays_where_it_is(backend: Triton) -> None:
 
 
 def recorded_batch(size: int, num_slots: int) -> RecordedBatch:
-    return RecordedBatch(torch.zeros(RecordedBatch.num_words(size, num_slots), dtype=torch.int64), size, num_slots)
+    return RecordedBatch(
+        torch.zeros(RecordedBatch.num_words(size, num_slots), dtype=torch.int64), size, num_slots
+    )
 
 
 def load(recorded: RecordedBatch, slots: Sequence[int]) -> None:
@@ -139,8 +141,8 @@ def test_l014_a_recorded_step_adds_what_any_step_adds(backend: Triton) -> None:
     place = entries.data_ptr()
     contents = [
         {1: (make_pair(1, 8, 20, 12),)},
-        {1: (make_pair(1, 8, 20, 12),), 3: (make_pair(2, 64, 20, 9, bias=True), make_pair(3, 5, 20, 7, 9))},
-        {3: (make_pair(4, 16, 20, 16, gain=True),), 2: tuple(make_pair(5 + i, 3, 20, 4, 4 * i) for i in range(3))},
+        {1: (make_pair(1, 8, 20, 12),), 3: (make_pair(2, 64, 20, 9, bias=True), make_pair(3, 5, 20, 7, start=9))},
+        {3: (make_pair(4, 16, 20, 16, gain=True),), 2: tuple(make_pair(5 + i, 3, 20, 4, start=4 * i) for i in range(3))},
     ]  # fmt: skip
     for content in contents:
         for slot in range(1, 5):
@@ -156,7 +158,7 @@ def test_l014_a_recorded_step_adds_what_any_step_adds(backend: Triton) -> None:
             backend.add(got, x, table, recorded.batch)
             table.version = version
             expected = y.clone()
-            backend.add(expected, x, table, batch_of([*slots, *[0] * (7 - len(slots)), 4]))
+            backend.add(expected, x, table, batch_of([*slots, *[0] * (8 - len(slots))]))
             table.version = -5
             assert torch.equal(got, expected)
         table.version = version
@@ -167,16 +169,17 @@ def test_l014_a_recorded_step_adds_what_any_step_adds(backend: Triton) -> None:
 def test_l014_recorded_experts_and_embeddings(backend: Triton) -> None:
     plain, table = expert_table(24, 15, torch.float32), expert_table(24, 15, torch.float32)
     table.room, table.derived = Room(2, 30, 64, torch.float32), {}
-    words, of_words = make_table(30, (12,), torch.float32, embedding=True), LoraTable(7)
+    words, of_words = LoraTable(7), LoraTable(7)
     of_words.room = Room(1, 12, 64, torch.float32)
-    for slot in range(1, 8):
-        of_words.put(slot, words.pairs(slot))
+    for slot, rank in ((1, 64), (2, 3)):
+        for each in (words, of_words):
+            each.put(slot, (LoraPair(random(slot, 30, rank), random(9, rank, 12), 0.7, gain=random(8, 12)),))
     for each in (table, of_words):
         backend.write(each, torch.device("cpu"))
     recorded = recorded_batch(6, 7)
-    groups = groups_of(6)
     for slots in ([1, 2, 0, 3, 1, 4], [2, 2, 2], [0, 0, 0, 6]):
         load(recorded, slots)
+        groups = groups_of(6)
         padded = batch_of([*slots, *[0] * (6 - len(slots))])
         x, y = random(0, 6, 24), random(1, len(groups.tokens), 15)
         got, expected = y.clone(), y.clone()
@@ -197,7 +200,7 @@ def test_what_there_is_no_room_for_is_refused() -> None:
     for pairs in (
         (make_pair(1, 9, 20, 12),),
         (make_pair(1, 8, 20, 13),),
-        (make_pair(1, 8, 20, 4), make_pair(2, 8, 20, 4, 4)),
+        (make_pair(1, 8, 20, 4), make_pair(2, 8, 20, 4, start=4)),
         (replace(make_pair(1, 8, 20, 12), A=random(0, 161)[1:].view(8, 20)),),
     ):
         with pytest.raises(ValueError, match=r"room|multiples"):
