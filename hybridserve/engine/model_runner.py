@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridserve.distributed.pipeline import PipelineStage
+from hybridserve.distributed.tp import TPGroup
 from hybridserve.engine import sampler
 from hybridserve.engine.device_queue import queue_of
 from hybridserve.engine.graphs import DecodeGraphs
@@ -117,10 +119,13 @@ class ModelRunner:
         pointwise: PointwiseBackend,
         host: HostArena | None = None,
         *,
+        tp: TPGroup | None = None,
+        pipeline: PipelineStage | None = None,
         queue: DeviceQueue | None = None,
         staging: Staging | None = None,
     ) -> None:
-        """`queue` and `staging` are those of the arena's device unless told."""
+        """`tp` and `pipeline`: where there are several ranks; `queue` and `staging` are those of the arena's
+        device unless told."""
         self.model = model
         self.arena = arena
         self.host = host
@@ -128,10 +133,13 @@ class ModelRunner:
         self._attention = attention
         self._ssm = ssm
         self._pointwise = pointwise
+        self._tp = tp or TPGroup.single()
+        self._pipeline = pipeline or PipelineStage.single()
         self._device = arena.buffer.device
         self._queue = queue or queue_of(self._device)
         self._staging = staging or staging_for(self._queue)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)
+        """What the last step drew; where this rank has no logits, as many numbers without meaning."""
 
     @torch.inference_mode()
     def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
@@ -179,6 +187,8 @@ class ModelRunner:
         if logits is not None and staged.draws is not None:
             self._drawn, scores = sampler.sample(logits, staged.draws, self._pointwise)
             token_ids = self._queue.fetch(self._drawn)
+        elif step.sampling is not None:
+            self._drawn = torch.zeros(len(step.sampling.rows), dtype=torch.int64, device=self._device)
         self._staging.end()
         return LaunchedStep(
             step.step_id,
@@ -221,8 +231,19 @@ class ModelRunner:
         if staged.state_copies is not None:
             self.arena.copy_slots(*staged.state_copies.unbind(1))
         if staged.pending is not None:
-            place, source = staged.pending.unbind(1)
-            tensors.input_ids[place] = self._drawn[source].clamp(min=0)
+            self._fill_in(staged.pending, tensors)
+
+    def _fill_in(self, pending: torch.Tensor, tensors: StepTensors) -> None:
+        """What the step before draws becomes this one's tokens, without the host's seeing them. One rank
+        draws, and all of the first stage embed: over the devices' own connections, in the order of what is
+        queued there."""
+        drawn = self._drawn
+        if self._tp.rank == 0:
+            drawn = self._pipeline.feed_back(drawn)
+        if self._pipeline.is_first:
+            drawn = self._tp.broadcast(drawn)
+            place, source = pending.unbind(1)
+            tensors.input_ids[place] = drawn[source].clamp(min=0)
 
     def _context(self, tensors: StepTensors, lora: LoraBatch | None) -> ForwardContext:
         return ForwardContext(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hybridserve.engine.graph_plan import GraphPlan
     from hybridserve.engine.graphs import Recorder
     from hybridserve.engine.input_builder import StepInput
-    from hybridserve.engine.model_runner import LaunchedStep, StepOutput
+    from hybridserve.engine.model_runner import LaunchedStep
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
 
@@ -50,7 +50,14 @@ class Worker:
         self.arena = Arena(layout, context.device)
         self.host = HostArena(layout, plan.host.num_slabs, context.device) if plan.host.num_slabs else None
         self.runner = ModelRunner(
-            model, self.arena, context.attention, context.ssm, context.pointwise, self.host
+            model,
+            self.arena,
+            context.attention,
+            context.ssm,
+            context.pointwise,
+            self.host,
+            tp=context.tp,
+            pipeline=context.pipeline,
         )
         self._context = context
         self._adapter_tp = adapter_tp or context.tp
@@ -68,13 +75,9 @@ class Worker:
             self._context.lora.write(self._context.device)
         self.runner.record_graphs(plan, recorder)
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """RuntimeError, and nothing has run, for a step that was planned with another adapter in a slot than
-        there is."""
-        return self.launch(step).collect()
-
     def launch(self, step: StepInput) -> LaunchedStep:
-        """As `execute`, but for its result."""
+        """RuntimeError, and nothing runs, for a step that was planned with another adapter in a slot than
+        there is."""
         self.check_adapters(step)
         return self.runner.launch(step)
 

@@ -182,6 +182,9 @@ def l014_adapters_come_and_go(kit: Kit, oracles: Oracles) -> None:
         for _ in range(2 * (index % 2)):
             engine.step()
     engine.run()
+    for index, num_tokens in enumerate((5, 5, 5, 3)):  # three are left of four, in a recording of four
+        engine.ask(f"four-{index}", make_prompts([4], seed=index, vocab_size=128)[0], "r8", num_tokens)
+    engine.run()
     for index, name in enumerate(("r16", None, "r64", None)):
         engine.ask(f"alone-{index}", make_prompts([4], seed=index, vocab_size=128)[0], name, 3)
         engine.run()

@@ -139,11 +139,15 @@ def test_l014_a_recorded_step_adds_what_any_step_adds(backend: Triton) -> None:
     backend.write(table, torch.device("cpu"))
     entries = table.derived["triton"].recorded.entries
     place = entries.data_ptr()
+    first = make_pair(1, 8, 20, 12)
     contents = [
-        {1: (make_pair(1, 8, 20, 12),)},
-        {1: (make_pair(1, 8, 20, 12),), 3: (make_pair(2, 64, 20, 9, bias=True), make_pair(3, 5, 20, 7, start=9))},
-        {3: (make_pair(4, 16, 20, 16, gain=True),), 2: tuple(make_pair(5 + i, 3, 20, 4, start=4 * i) for i in range(3))},
-    ]  # fmt: skip
+        {1: (first,)},
+        {1: (first,), 3: (make_pair(2, 64, 20, 9, bias=True), make_pair(3, 5, 20, 7, start=9))},
+        {
+            2: tuple(make_pair(5 + i, 3, 20, 4, start=4 * i) for i in range(3)),
+            3: (make_pair(4, 16, 20, 16, gain=True),),
+        },
+    ]
     for content in contents:
         for slot in range(1, 5):
             table.clear(slot)
