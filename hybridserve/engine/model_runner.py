@@ -189,7 +189,6 @@ class ModelRunner:
             token_ids = self._queue.fetch(self._drawn)
         elif step.sampling is not None:
             self._drawn = torch.zeros(len(step.sampling.rows), dtype=torch.int64, device=self._device)
-        self._staging.end()
         return LaunchedStep(
             step.step_id,
             token_ids,

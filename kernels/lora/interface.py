@@ -47,8 +47,8 @@ class LoraBatch:
     chunks: torch.Tensor  # [C, 3] int32: (slot, start in `rows`, number of rows <= CHUNK_ROWS) for tiles
     host_row_slots: npt.NDArray[np.int64]  # [T]: `row_slots` where no device need be asked
     is_recorded: bool = False
-    """Whether steps are recorded with it: the tensors hold other rows in every step that is replayed, of which
-    the host knows none. Rows are padded with slot 0, chunks with ones of no rows; there are no segments."""
+    """Whether steps are recorded with it: the tensors hold other rows in every step that is replayed, and
+    the host knows none of them. Rows are padded with slot 0, chunks with ones of no rows. No segments."""
     slots: frozenset[int] = field(init=False)  # of the segments
     derived: dict[str, Any] = field(default_factory=dict)
     """Whatever a backend derives from the above once a step, by a name of its own."""

@@ -84,31 +84,23 @@ def answers(outputs: Outputs) -> dict[str, list[list[int]]]:
     }
 
 
-def test_the_answers_are_those_of_one(core: EngineCore, expected: dict[str, list[list[int]]]) -> None:
+def test_the_answers_are_those_of_one(
+    core: EngineCore, expected: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every kind of drawing, prompts in chunks, adapters that wait for a slot, one sequence that ends at its
     first token; and everything that rank 0 puts goes through small buffers."""
     runner = core.executor._ranks.worker.runner
-    runner._staging = PinnedStaging(runner._queue, 256)
-    seen = []
-    submit, collect = core.executor.submit, core.executor.collect
+    monkeypatch.setattr(runner, "_staging", PinnedStaging(runner._queue, 256))
+    num_pending = []
+    submit = core.executor.submit
 
     def submitted(step):
-        seen.append(("submit", step.step_id, len(step.pending)))
+        num_pending.append(len(step.pending))
         submit(step)
 
-    def collected():
-        output = collect()
-        seen.append(("collect", output.step_id, 0))
-        return output
-
-    core.executor.submit, core.executor.collect = submitted, collected
-    try:
-        assert answers(run_all(core)) == expected
-    finally:
-        core.executor.submit, core.executor.collect = submit, collect
-    ahead = [b[1] for a, b in zip(seen, seen[1:], strict=False) if a[0] == b[0] == "submit"]
-    assert len(ahead) >= 1
-    assert sum(num_pending > 0 for _, _, num_pending in seen) > 10
+    monkeypatch.setattr(core.executor, "submit", submitted)
+    assert answers(run_all(core)) == expected
+    assert sum(num > 0 for num in num_pending) > 10, "tokens that nobody had seen"
 
 
 def test_preempted_and_aborted_while_a_step_is_ahead(
@@ -129,8 +121,8 @@ def test_preempted_and_aborted_while_a_step_is_ahead(
 
 
 def test_an_interrupt_drops_both(core: EngineCore, expected: dict[str, list[list[int]]], monkeypatch) -> None:
-    """Ctrl-C before a result is asked for, and when it was: what was launched runs to its end on all ranks, and
-    what is computed again is the same."""
+    """Ctrl-C before a result is asked for, and when it was: what was launched runs to its end on all ranks,
+    and what is computed again is the same."""
     collect, ranks = core.executor.collect, core.executor._ranks
     num_calls = 0
 
@@ -174,8 +166,9 @@ def test_draws_that_a_rank_does_not_hear_of_are_seen(kit: Kit) -> None:
 )
 def test_a_rank_that_fails(fault: str, reason: str, sizes: tuple[int, int], kit: Kit) -> None:
     """Both steps are lost, and all that had begun."""
+    others = rank_processes()
     with engine(kit.base, fault=fault, tensor=sizes[0], pipeline=sizes[1]) as core:
-        processes = rank_processes()
+        processes = [process for process in rank_processes() if process not in others]
         add(two_in_flight(core), "r0", PROMPTS[0])
         add(core, "r1", PROMPTS[2])
         with pytest.raises(RankFailure, match=rf"^rank 1 .*{reason}"):
@@ -185,12 +178,13 @@ def test_a_rank_that_fails(fault: str, reason: str, sizes: tuple[int, int], kit:
 
 
 def test_ranks_that_are_started_again(kit: Kit) -> None:
+    others = rank_processes()
     with engine(kit.base, can_restart=True, tensor=2) as core:
         add(two_in_flight(core), "r", PROMPTS[2])
         expected = tokens(finish(core)["r"])
         add(core, "lost", PROMPTS[2])
         steps(core, 4)
-        rank_processes()[0].kill()
+        next(process for process in rank_processes() if process not in others).kill()
         with pytest.raises(RankFailure):
             finish(core)
         core.step()
