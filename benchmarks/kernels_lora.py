@@ -62,9 +62,7 @@ def _table(inputs: int, parts: tuple[int, ...], dtype: torch.dtype, num_groups: 
 def _batch(num_rows: int, num_adapters: int) -> LoraBatch:
     """Mixed at random; the base model is not among them."""
     slots = np.random.default_rng(0).integers(1, num_adapters + 1, num_rows)
-    batch = make_batch(
-        slots, np.zeros_like(slots), np.arange(num_rows + 1), np.zeros_like(slots), torch.device("cpu")
-    )
+    batch = make_batch(slots, torch.from_numpy)
     assert batch is not None
     return batch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from hybridserve.kernels.lora.interface import LoraPair
+from hybridserve.kernels.lora.interface import ALIGNMENT, LoraPair
 from hybridserve.lora.loader import no_pause
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter, ModuleDelta
 
-ALIGNMENT = 16
-"""Bytes to a multiple of which every tensor starts: what a vector load takes."""
 NORM_ROWS = 256
 """Rows of a weight of which DoRA's norm is computed at a time."""
 

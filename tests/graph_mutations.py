@@ -8,10 +8,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hybridserve.engine import graphs
-from hybridserve.engine.graph_plan import graph_sizes
+from hybridserve.engine.graph_plan import LARGEST_SIZE, graph_sizes
 from hybridserve.engine.graphs import DecodeGraph, DecodeGraphs
+from hybridserve.lora.batch import RecordedBatch
 from tests.harness import engine as harness
 from tests.mutations import MUTATIONS
 
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
+
+
+MAX_LOADED = 2
+"""Adapters that the recipe about them may have on the device."""
 
 
 def padding_is_in_slot_1(patch: pytest.MonkeyPatch) -> None:
@@ -84,11 +90,77 @@ def adapters_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """What was recorded without adapters is replayed with some."""
     plain = DecodeGraphs.find
 
-    def find(self: DecodeGraphs, step: Any) -> Any:
-        return plain(self, replace(step, adapter_slots=np.zeros_like(step.adapter_slots)))
+    def find(self: DecodeGraphs, step: Any, row_slots: Any) -> Any:
+        return plain(self, step, None)
 
     patch.setattr(DecodeGraphs, "find", find)
 
+
+def padding_keeps_its_adapters(patch: pytest.MonkeyPatch) -> None:
+    """Rows that a step doesn't fill have the adapters of the last one that did."""
+    plain = RecordedBatch.describe
+    kept = np.zeros(LARGEST_SIZE, dtype=np.int64)
+
+    def describe(self: RecordedBatch, row_slots: Any) -> Any:
+        kept[: len(row_slots)] = row_slots
+        packed = plain(self, row_slots)
+        packed[: self._size] = kept[: self._size]
+        return packed
+
+    patch.setattr(RecordedBatch, "describe", describe)
+
+
+def adapters_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
+    """What was recorded reads the tensors of an earlier step, as where each step brings fresh ones."""
+    plain = RecordedBatch.load
+    before: dict[int, Any] = {}
+
+    def load(self: RecordedBatch, described: Any) -> None:
+        mine = described.clone()
+        plain(self, before.get(self._size, described))
+        before[self._size] = mine
+
+    patch.setattr(RecordedBatch, "load", load)
+
+
+def adapters_are_fresh_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Each step brings its own, and the stand-in, as a GPU would not, reads them."""
+    plain = RecordedBatch.load
+
+    def load(self: RecordedBatch, described: Any) -> None:
+        fresh = RecordedBatch(torch.empty_like(described), self._size, MAX_LOADED)
+        plain(fresh, described)
+        for name in ("row_slots", "rows", "chunks"):
+            setattr(self.batch, name, getattr(fresh.batch, name))
+
+    patch.setattr(RecordedBatch, "load", load)
+
+
+def chunks_of_an_earlier_step_stay(patch: pytest.MonkeyPatch) -> None:
+    """Beyond a step's own."""
+    plain = RecordedBatch.describe
+    before: dict[int, Any] = {}
+
+    def describe(self: RecordedBatch, row_slots: Any) -> Any:
+        packed = plain(self, row_slots)
+        mine = packed[2 * self._stride :].view(np.int32)[: 3 * self._num_chunks].reshape(-1, 3)
+        kept = before.setdefault(self._size, np.zeros_like(mine))
+        used = mine[:, 2] > 0
+        kept[used] = mine[used]
+        mine[:] = kept
+        return packed
+
+    patch.setattr(RecordedBatch, "describe", describe)
+
+
+ADAPTER_MUTATIONS = (
+    adapters_are_ignored,
+    padding_keeps_its_adapters,
+    adapters_come_a_step_late,
+    adapters_are_fresh_tensors,
+    chunks_of_an_earlier_step_stay,
+)
+"""Of the recipe about adapters."""
 
 GRAPH_MUTATIONS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], ...]] = {
     "f026_padding_and_slot_0": (padding_is_in_slot_1,),

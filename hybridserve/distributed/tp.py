@@ -1,4 +1,4 @@
-"""A tensor-parallel group as layers see it: who am I, and three collectives. Passed as an argument, never
+"""A tensor-parallel group as layers see it: who am I, and four collectives. Passed as an argument, never
 global (D12)."""
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class TPGroup:
         """The ranks' tensors side by side along the last axis on rank 0, None elsewhere."""
         return x
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, on every rank, whose own has its shape. The result may be in the memory of `x`."""
+        return x
+
 
 @dataclass(slots=True)
 class CollectiveCounters:
@@ -45,12 +49,13 @@ class CollectiveCounters:
     num_all_reduces: int = 0
     num_all_gathers: int = 0
     num_gathers: int = 0
+    num_broadcasts: int = 0
     num_bytes: int = 0
     """Of the tensors that this rank put in, whatever the algorithm sends of them."""
 
     @property
     def num_collectives(self) -> int:
-        return self.num_all_reduces + self.num_all_gathers + self.num_gathers
+        return self.num_all_reduces + self.num_all_gathers + self.num_gathers + self.num_broadcasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +90,11 @@ class ProcessGroupTP(TPGroup):
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else []
         wait_for(self.connection.group.gather, [parts] if parts else [], [x])
         return torch.cat(parts, -1) if parts else None
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.connection is not None
+        x = x.contiguous()
+        self.counters.num_broadcasts += 1
+        self.counters.num_bytes += x.nbytes if self.rank == 0 else 0
+        wait_for(self.connection.group.broadcast, x, 0)
+        return x

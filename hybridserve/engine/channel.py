@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     PLACE = 2
     CLEAR = 3
     FORGET = 4
+    FINISH = 5
 
 
 class Message(NamedTuple):

@@ -86,8 +86,9 @@ def _serve_and_exit(launcher: TorchrunLauncher) -> NoReturn:
 
 
 class RanksExecutor(Executor):
-    """One worker a rank, this process' among them. A step that was submitted runs to its end on all ranks,
-    whether or not its result is collected.
+    """One worker a rank, this process' among them. A step that was launched runs to its end on all ranks,
+    whether or not its result is collected. On GPUs two are in flight, as with one GPU (F057): what the first
+    draws, the others have from the rank that draws it.
 
     Where a rank fails, whatever is called raises RankFailure. With a launcher that can, `restart` then starts
     fresh ranks, whose memory is empty; not if they fail again before they have finished a single step.
@@ -96,7 +97,11 @@ class RanksExecutor(Executor):
     def __init__(self, assignment: Assignment, launcher: Launcher) -> None:
         self._assignment = assignment
         self._launcher = launcher
-        self._futures: deque[Future[StepOutput]] = deque()
+        self.max_in_flight = 1 if assignment.plan.device == "cpu" else 2
+        self._launches: deque[Future[None]] = deque()
+        """Of the steps that have not been collected."""
+        self._result: Future[StepOutput] | None = None
+        """Of the oldest of them, once somebody wants it."""
         self._has_finished_steps = False
         self._slots: dict[int, tuple[int, Adapter]] = {}
         """Where ranks may be started again: generation and content of each adapter slot."""
@@ -105,17 +110,26 @@ class RanksExecutor(Executor):
         self._closer = weakref.finalize(self, self._ranks.close)
 
     def submit(self, step: StepInput) -> None:
-        self._futures.append(self._ranks.submit(step, encode_step(step)))
+        self._launches.append(self._ranks.submit(step, encode_step(step)))
 
     def collect(self) -> StepOutput:
-        output = self._futures[0].result()
-        self._futures.popleft()
+        self._result = self._ranks.finish()
+        self._launches[0].result()
+        output = self._result.result()
+        self._result = None
+        self._launches.popleft()
         self._has_finished_steps = True
         return output
 
     def reset(self) -> None:
-        while self._futures:
-            self._futures.popleft().cancel()
+        if self._result is not None:
+            self._result.cancel()  # first: it needs a step that was launched
+            self._result = None
+        was_launched = False
+        while self._launches:
+            was_launched |= not self._launches.popleft().cancel()
+        if was_launched:
+            self._ranks.drop()
 
     def close(self) -> None:
         self.reset()

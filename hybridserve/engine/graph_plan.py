@@ -5,7 +5,7 @@ Knows numbers; knows neither devices nor kernels.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LARGEST_SIZE = 256
 SIZE_STEP = 8
+ADAPTER_SIZE_STEP = 32
+"""Where a step has adapters: there are fewer sizes, as every recording costs time at start-up and memory."""
 
 FIRST_LENGTH = 2048
 LENGTH_FACTOR = 8
@@ -32,6 +34,14 @@ def graph_sizes(num_seqs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= largest))
 
 
+def adapter_graph_sizes(num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 32, 64, 96 .. up to the largest of `graph_sizes`, and that itself."""
+    sizes = graph_sizes(num_seqs)
+    return tuple(
+        size for size in sizes if size in (1, 2, 4, 8, 16, sizes[-1]) or size % ADAPTER_SIZE_STEP == 0
+    )
+
+
 def graph_lengths(max_model_len: int) -> tuple[int, ...]:
     """2,048, eight times that, and so on, up to `max_model_len`."""
     lengths = []
@@ -44,12 +54,25 @@ def graph_lengths(max_model_len: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """Numbers of sequences and of tokens a sequence, ascending; both empty where nothing is recorded."""
+    """Numbers of sequences and of tokens a sequence, ascending; both empty where nothing is recorded.
+
+    Steps in which nobody has an adapter and steps in which somebody has one are recorded apart: most have
+    none, and the first kind has nothing of adapters in it."""
 
     sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     reason: str
     """Why nothing is recorded, or not as much as `max_num_seqs` asks for; may be empty."""
+    adapter_sizes: tuple[int, ...] = ()
+    """Numbers of sequences of steps with adapters, at the same lengths; empty where these aren't recorded."""
+    num_adapter_slots: int = 0
+    """Adapters that a step may have."""
+    adapter_reason: str = ""
+    """Why there may be adapters, and steps with them are not recorded."""
+
+    @property
+    def num_recordings(self) -> int:
+        return sum(len(self.lengths_of(size)) for size in (*self.sizes, *self.adapter_sizes))
 
     def lengths_of(self, size: int) -> tuple[int, ...]:
         """Those that are recorded for so many sequences: the first, and of the others those that don't keep
@@ -64,23 +87,34 @@ class GraphPlan:
         if not self.sizes:
             return "graphs", f"none ({self.reason})"
         why = f" ({self.reason})" if self.reason else ""
+        adapters = ""
+        if self.adapter_sizes:
+            adapters = f"; with adapters, {len(self.adapter_sizes)} sizes"
+        elif self.adapter_reason:
+            adapters = f"; none with adapters ({self.adapter_reason})"
         return (
             "graphs",
             f"decode steps of 1 to {self.sizes[-1]} sequences, {len(self.sizes)} sizes{why}, "
-            f"of up to {self.lengths[-1]:,} tokens",
+            f"of up to {self.lengths[-1]:,} tokens{adapters}; {self.num_recordings} recordings",
         )
 
 
 def plan_graphs(
-    config: EngineConfig, layout: CacheLayout, max_model_len: int, obstacle: str | None
+    config: EngineConfig,
+    layout: CacheLayout,
+    max_model_len: int,
+    obstacle: str | None,
+    num_adapter_slots: int = 0,
+    adapter_obstacle: str | None = None,
 ) -> GraphPlan:
-    """`obstacle`: why nothing can be recorded, if so. ValueError where it has to be."""
+    """The obstacles: why nothing can be recorded, or no step with adapters, if so; `num_adapter_slots` is 0
+    where there are none. ValueError where it has to be."""
     wanted = config.kernels.graphs
     if wanted == "never":
         return GraphPlan((), (), "kernels.graphs is never")
+    if wanted == "always" and (why := obstacle or adapter_obstacle):
+        raise ValueError(f"kernels.graphs: always: {why}")
     if obstacle is not None:
-        if wanted == "always":
-            raise ValueError(f"kernels.graphs: always: {obstacle}")
         return GraphPlan((), (), obstacle)
     num_seqs = config.scheduler.max_num_seqs
     room = layout.max_sequences(1)
@@ -88,4 +122,10 @@ def plan_graphs(
     if room < min(num_seqs, LARGEST_SIZE):
         reason = f"max_num_seqs is {num_seqs}, but memory holds {room}"
     lengths = graph_lengths(max_model_len) if layout.blocks_per_slab else (max_model_len,)
-    return GraphPlan(graph_sizes(min(num_seqs, room)), lengths, reason)
+    plan = GraphPlan(graph_sizes(min(num_seqs, room)), lengths, reason)
+    if not num_adapter_slots:
+        return plan
+    if adapter_obstacle is not None:
+        return replace(plan, adapter_reason=adapter_obstacle)
+    sizes = adapter_graph_sizes(min(num_seqs, room))
+    return replace(plan, adapter_sizes=sizes, num_adapter_slots=num_adapter_slots)

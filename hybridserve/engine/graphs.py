@@ -1,10 +1,11 @@
 """Decode steps that are recorded once and replayed: what a recording reads, and which step may use which.
 
 A GPU runs a small step faster than the host can tell it what to do, kernel by kernel. A step of one token a
-sequence, without adapters, is the same list of kernels every time, so it is recorded for a few numbers of
-sequences, over buffers that never move. What differs between two steps stands in these buffers; rows that a
-step doesn't fill point at the null block and the null slot. How far sequences reach decides what attention
-launches, so there are recordings for a few lengths, too.
+sequence is the same list of kernels every time, so it is recorded for a few numbers of sequences, over
+buffers that never move. What differs between two steps stands in these buffers; rows that a step doesn't fill
+point at the null block and the null slot, and have no adapter. How far sequences reach decides what attention
+launches, so there are recordings for a few lengths, too; and those with adapters are others than those
+without, which read nothing of adapters.
 
 Knows arrays and buffers; how something is recorded is a `Recorder`'s to know, what, its caller's.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from hybridserve.engine.step_tensors import StepTensors
+from hybridserve.lora.batch import RecordedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from hybridserve.engine.graph_plan import GraphPlan
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.staging import Put
+    from hybridserve.kernels.lora.interface import LoraBatch
+
+    Recordable = Callable[[StepTensors, LoraBatch | None], Callable[[], torch.Tensor | None]]
+    """Makes, of a step's tensors and adapters, what is to be recorded."""
 
 _cuda: Any = torch.cuda
 """Much of it has no types."""
@@ -70,6 +76,7 @@ class Inputs(NamedTuple):
 
     columns: torch.Tensor
     block_table: torch.Tensor | None  # [rows, B]; None: no layer has blocks
+    adapters: torch.Tensor | None  # None: the recording has none
 
 
 @dataclass(slots=True)
@@ -82,14 +89,17 @@ class DecodeGraph:
     """What it reads."""
     columns: torch.Tensor
     """The same memory, but for the block table and what never changes."""
+    adapters: RecordedBatch | None
+    """None: recorded without."""
     recorded: Callable[[], None]
     """Never called again, but it keeps tensors that were made for it and are read whenever it is run."""
     run: Callable[[], None]
     logits: torch.Tensor | None
     """[size, V]; None: another rank has them."""
 
-    def put(self, step: StepInput, put: Put) -> Inputs:
-        """Rows beyond the step's own are of one token in the null block and the null slot, without state."""
+    def put(self, step: StepInput, row_slots: np.ndarray | None, put: Put) -> Inputs:
+        """Rows beyond the step's own are of one token in the null block and the null slot, without state and
+        adapter. `row_slots`: see `lora.batch`."""
         num_rows = len(step.seq_lens)
         columns = _padding_rows(self.size)
         for name, column in columns.numbers.items():
@@ -100,13 +110,19 @@ class DecodeGraph:
             padded = np.zeros((self.size, width), dtype=np.int32)
             padded[:num_rows] = step.block_table[:, :width]
             table = put(padded)
-        return Inputs(put(columns.whole), table)
+        adapters = None
+        if self.adapters is not None:
+            assert row_slots is not None
+            adapters = put(self.adapters.describe(row_slots))
+        return Inputs(put(columns.whole), table, adapters)
 
     def load(self, inputs: Inputs) -> None:
         """Blocks past those of this step stay what they were: nobody reads past a sequence's length."""
         self.columns.copy_(inputs.columns)
         if inputs.block_table is not None:
             self.tensors.block_table[:, : inputs.block_table.shape[1]].copy_(inputs.block_table)
+        if self.adapters is not None and inputs.adapters is not None:
+            self.adapters.load(inputs.adapters)
 
     def replay(self) -> torch.Tensor | None:
         self.run()
@@ -144,50 +160,55 @@ class DecodeGraphs:
         """`block_size`: None where no layer has blocks."""
         self.plan = plan
         self._device = device
-        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
+        self._graphs: dict[tuple[bool, int, int], DecodeGraph] = {}
+        """By whether there are adapters, number of sequences, and length."""
         self._columns = torch.zeros(_num_words(plan.sizes[-1]), dtype=torch.int64, device=device)
         width = 0 if block_size is None else -(-plan.lengths[-1] // block_size)
         self._block_table = torch.zeros(plan.sizes[-1], width, dtype=torch.int64, device=device)
+        num_words = 0
+        if plan.adapter_sizes:
+            num_words = RecordedBatch.num_words(plan.adapter_sizes[-1], plan.num_adapter_slots)
+        self._adapters = torch.zeros(num_words, dtype=torch.int64, device=device)
         self.logits: torch.Tensor | None = None
         """[largest size, V] float32, into which all of them write; None: another rank has them."""
 
-    def record(
-        self, recorder: Recorder, recordable: Callable[[StepTensors], Callable[[], torch.Tensor | None]]
-    ) -> None:
-        """`recordable` makes, of the tensors of a step, what is to be recorded. The largest come first: the
-        others find room in their memory."""
-        largest = recordable(self._tensors(self.plan.sizes[-1], self.plan.lengths[0]))()
+    def record(self, recorder: Recorder, recordable: Recordable) -> None:
+        """The largest come first, and those with adapters before those without: the others find room in their
+        memory."""
+        largest = recordable(self._tensors(self.plan.sizes[-1], self.plan.lengths[0]), None)()
         self.logits = None if largest is None else torch.empty_like(largest)
-        for size in reversed(self.plan.sizes):
-            for length in reversed(self.plan.lengths_of(size)):
-                self._graphs[size, length] = self._record(size, length, recorder, recordable)
+        for has_adapters, sizes in ((True, self.plan.adapter_sizes), (False, self.plan.sizes)):
+            for size in reversed(sizes):
+                for length in reversed(self.plan.lengths_of(size)):
+                    graph = self._record(has_adapters, size, length, recorder, recordable)
+                    self._graphs[has_adapters, size, length] = graph
 
-    def find(self, step: StepInput) -> DecodeGraph | None:
-        """The smallest recording that the step fits into; None where it has a prompt or an adapter, scores a
-        prompt, draws anything but a token for each of its first rows, or is too large."""
+    def find(self, step: StepInput, row_slots: np.ndarray | None) -> DecodeGraph | None:
+        """The smallest recording that the step fits into, of those with adapters where a row has one
+        (`row_slots`: see `lora.batch`); None where it has or scores a prompt, draws anything but a token for
+        each of its first rows, or is too large."""
         num_rows = len(step.seq_lens)
-        if len(step.input_ids) != num_rows or step.prompt_logprobs is not None or step.adapter_slots.any():
+        if len(step.input_ids) != num_rows or step.prompt_logprobs is not None:
             return None
         if step.sampling is None or not np.array_equal(
             step.sampling.rows, np.arange(len(step.sampling.rows))
         ):
             return None
-        size = next((size for size in self.plan.sizes if size >= num_rows), None)
+        has_adapters = row_slots is not None
+        sizes = self.plan.adapter_sizes if has_adapters else self.plan.sizes
+        size = next((size for size in sizes if size >= num_rows), None)
         if size is None:
             return None
         longest = int(step.seq_lens.max())
         length = next((each for each in self.plan.lengths_of(size) if each >= longest), None)
-        return None if length is None else self._graphs[size, length]
+        return None if length is None else self._graphs[has_adapters, size, length]
 
     def _record(
-        self,
-        size: int,
-        length: int,
-        recorder: Recorder,
-        recordable: Callable[[StepTensors], Callable[[], torch.Tensor | None]],
+        self, has_adapters: bool, size: int, length: int, recorder: Recorder, recordable: Recordable
     ) -> DecodeGraph:
         tensors = self._tensors(size, length)
-        forward = recordable(tensors)
+        adapters = RecordedBatch(self._adapters, size, self.plan.num_adapter_slots) if has_adapters else None
+        forward = recordable(tensors, None if adapters is None else adapters.batch)
         target = None if self.logits is None else self.logits[:size]
 
         def call() -> None:
@@ -196,7 +217,7 @@ class DecodeGraphs:
                 target.copy_(logits)
 
         columns = self._columns[: _num_words(size)]
-        return DecodeGraph(size, length, tensors, columns, call, recorder.record(call), target)
+        return DecodeGraph(size, length, tensors, columns, adapters, call, recorder.record(call), target)
 
     def _tensors(self, size: int, length: int) -> StepTensors:
         """Views of the buffers, which hold padding rows now."""

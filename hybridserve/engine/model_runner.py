@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridserve.distributed.pipeline import PipelineStage
+from hybridserve.distributed.tp import TPGroup
 from hybridserve.engine import sampler
 from hybridserve.engine.device_queue import queue_of
 from hybridserve.engine.graphs import DecodeGraphs
@@ -18,7 +20,7 @@ from hybridserve.engine.sampler import Draws, LogprobsOutput, Scores
 from hybridserve.engine.staging import staging_for
 from hybridserve.engine.step_tensors import StepTensors
 from hybridserve.layers.context import ForwardContext
-from hybridserve.lora.batch import make_batch, select
+from hybridserve.lora.batch import make_batch, rows_with_adapters, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,10 +119,13 @@ class ModelRunner:
         pointwise: PointwiseBackend,
         host: HostArena | None = None,
         *,
+        tp: TPGroup | None = None,
+        pipeline: PipelineStage | None = None,
         queue: DeviceQueue | None = None,
         staging: Staging | None = None,
     ) -> None:
-        """`queue` and `staging` are those of the arena's device unless told."""
+        """`tp` and `pipeline`: where there are several ranks; `queue` and `staging` are those of the arena's
+        device unless told."""
         self.model = model
         self.arena = arena
         self.host = host
@@ -128,10 +133,13 @@ class ModelRunner:
         self._attention = attention
         self._ssm = ssm
         self._pointwise = pointwise
+        self._tp = tp or TPGroup.single()
+        self._pipeline = pipeline or PipelineStage.single()
         self._device = arena.buffer.device
         self._queue = queue or queue_of(self._device)
         self._staging = staging or staging_for(self._queue)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)
+        """What the last step drew; where this rank has no logits, as many numbers without meaning."""
 
     @torch.inference_mode()
     def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
@@ -151,19 +159,22 @@ class ModelRunner:
         begun = self._queue.mark()
         self._staging.begin()
         staged = self._stage(step)
-        graph = None if self.graphs is None else self.graphs.find(step)
-        hidden = lora = None
+        row_slots = rows_with_adapters(
+            step.adapter_slots, step.adapter_start, step.query_start, step.positions
+        )
+        graph = None if self.graphs is None else self.graphs.find(step, row_slots)
+        hidden = lora = drawing = None
         if graph is None:
             tensors = StepTensors.of(step, self._staging.put)
-            lora = make_batch(
-                step.adapter_slots, step.adapter_start, step.query_start, step.positions, self._device
-            )
+            lora = make_batch(row_slots, self._staging.put)
+            if step.sampling is not None:
+                drawing = select(lora, step.sampling.rows, self._staging.put)
             self._staging.flush()
             self._begin(step, staged, tensors)
             hidden = self.model(tensors.input_ids, self._context(tensors, lora))
             logits = None
         else:
-            logits = self._replay(graph, step, staged)
+            logits = self._replay(graph, step, row_slots, staged)
         if staged.state_saves is not None:
             self.arena.copy_slots(*staged.state_saves.unbind(1))
         forwarded = self._queue.mark()
@@ -171,12 +182,13 @@ class ModelRunner:
         if hidden is not None:
             prompt_scores = self._prompt_scores(hidden, staged.prompt_rows, lora)
             if step.sampling is not None and staged.draws is not None:
-                logits = self.model.logits(hidden[staged.draws.rows], select(lora, step.sampling.rows))
+                logits = self.model.logits(hidden[staged.draws.rows], drawing)
         token_ids = scores = None
         if logits is not None and staged.draws is not None:
             self._drawn, scores = sampler.sample(logits, staged.draws, self._pointwise)
             token_ids = self._queue.fetch(self._drawn)
-        self._staging.end()
+        elif step.sampling is not None:
+            self._drawn = torch.zeros(len(step.sampling.rows), dtype=torch.int64, device=self._device)
         return LaunchedStep(
             step.step_id,
             token_ids,
@@ -218,8 +230,19 @@ class ModelRunner:
         if staged.state_copies is not None:
             self.arena.copy_slots(*staged.state_copies.unbind(1))
         if staged.pending is not None:
-            place, source = staged.pending.unbind(1)
-            tensors.input_ids[place] = self._drawn[source].clamp(min=0)
+            self._fill_in(staged.pending, tensors)
+
+    def _fill_in(self, pending: torch.Tensor, tensors: StepTensors) -> None:
+        """What the step before draws becomes this one's tokens, without the host's seeing them. One rank
+        draws, and all of the first stage embed: over the devices' own connections, in the order of what is
+        queued there."""
+        drawn = self._drawn
+        if self._tp.rank == 0:
+            drawn = self._pipeline.feed_back(drawn)
+        if self._pipeline.is_first:
+            drawn = self._tp.broadcast(drawn)
+            place, source = pending.unbind(1)
+            tensors.input_ids[place] = drawn[source].clamp(min=0)
 
     def _context(self, tensors: StepTensors, lora: LoraBatch | None) -> ForwardContext:
         return ForwardContext(
@@ -230,20 +253,22 @@ class ModelRunner:
             lora=lora,
         )
 
-    def _recordable(self, tensors: StepTensors) -> Callable[[], torch.Tensor | None]:
+    def _recordable(self, tensors: StepTensors, lora: LoraBatch | None) -> Callable[[], torch.Tensor | None]:
         """A forward pass over these tensors, whatever they hold by then: logits of each token, where this
         rank has them."""
-        context = self._context(tensors, None)
+        context = self._context(tensors, lora)
 
         def forward() -> torch.Tensor | None:
             hidden = self.model(tensors.input_ids, context)
-            return None if hidden is None else self.model.logits(hidden, None)
+            return None if hidden is None else self.model.logits(hidden, lora)
 
         return forward
 
-    def _replay(self, graph: DecodeGraph, step: StepInput, staged: _Staged) -> torch.Tensor | None:
+    def _replay(
+        self, graph: DecodeGraph, step: StepInput, row_slots: np.ndarray | None, staged: _Staged
+    ) -> torch.Tensor | None:
         """Logits of the rows that draw, which the next replay overwrites."""
-        inputs = graph.put(step, self._staging.put)
+        inputs = graph.put(step, row_slots, self._staging.put)
         self._staging.flush()
         graph.load(inputs)
         self._begin(step, staged, graph.tensors)
@@ -255,7 +280,8 @@ class ModelRunner:
     ) -> list[Scores]:
         parts = []
         for each in wanted:
-            logits = self.model.logits(hidden[each.rows], select(lora, each.host))
+            batch = select(lora, each.host, self._staging.send)
+            logits = self.model.logits(hidden[each.rows], batch)
             if logits is not None:
                 scores = sampler.logprobs(logits, each.targets, each.num_top, each.host.tolist())
                 parts.append(scores.fetched(self._queue.fetch))

@@ -137,7 +137,14 @@ def plan_model(
         needs = zip(weight_bytes, workspaces, strict=True)
         budget = min(_device_budget(config, hardware, *each, adapter_bytes) for each in needs)
     layout, layouts = plan_arena(config, specs, max_model_len, budget)
-    graphs = plan_graphs(config, layout, max_model_len, _why_no_graphs(hardware, parallel, backends))
+    graphs = plan_graphs(
+        config,
+        layout,
+        max_model_len,
+        _why_no_graphs(hardware, parallel, backends),
+        config.lora.max_loaded if has_lora else 0,
+        _why_not_recorded(hardware, backends, ["lora"]),
+    )
     costs = [_cost(context, mine) for context, mine in zip(contexts, layouts, strict=True)]
     return EnginePlan(
         model=str(config.model),
@@ -334,6 +341,7 @@ def _workspace(config: EngineConfig, hardware: Hardware, context: BuildContext, 
         num_seqs=config.scheduler.max_num_seqs,
         vocab_size=model.vocab_size,
         element_bytes=context.dtype.itemsize,
+        has_adapters=context.lora is not None,
     )
 
 
@@ -360,14 +368,20 @@ def _why_no_graphs(
         return "stages of a pipeline wait for each other"
     if parallel.expert:
         return "how many tokens a rank's experts have is asked of the device (parallel.expert)"
+    return _why_not_recorded(hardware, backends, [op for op in backends if op != "lora"])
+
+
+def _why_not_recorded(
+    hardware: Hardware, backends: Mapping[str, BackendChoice], ops: Sequence[str]
+) -> str | None:
     if not hardware.is_here:
         return None
     chosen = (
         (op, backend)
-        for op, choice in backends.items()
-        if op != "lora"  # steps with adapters are never recorded
+        for op in ops
+        if op in backends
         for backend in candidates(op)
-        if backend.name == choice.name
+        if backend.name == backends[op].name
     )
     unfit = [f"{op} {backend.name}" for op, backend in chosen if not backend.can_be_recorded]
     return f"what {', '.join(unfit)} launches depends on more than shapes" if unfit else None

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 import traceback
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from hybridserve.lora.loader import Loader
 if TYPE_CHECKING:
     from hybridserve.distributed.process_group import Store
     from hybridserve.distributed.topology import Topology
+    from hybridserve.engine.model_runner import LaunchedStep
 
 PLACE = struct.Struct("<qqq")  # slot, generation, number of the delivery
 NUMBER = struct.Struct("<q")
@@ -52,6 +54,9 @@ class Rank:
         self._adapters = None if groups.adapters is None else AdapterChannel(groups.adapters, topology.size)
         self._staged: dict[int, Any] = {}
         self._last_step = -1
+        self._is_sampler = topology.rank == topology.sampler
+        self._launched: deque[LaunchedStep] = deque()
+        """Steps that are to be answered."""
         self._last_worked = 0.0
         self._threads: list[int] = []
         """Those that do what rank 0 says."""
@@ -68,7 +73,9 @@ class Rank:
             kind, payload = self._channel.receive()
             match kind:
                 case Kind.STEP:
-                    self._execute(payload)
+                    self._launch(payload)
+                case Kind.FINISH:
+                    self._finish()
                 case Kind.PLACE:
                     slot, generation, number = PLACE.unpack(payload)
                     self._worker.place_adapter(slot, generation, self._staged[number])
@@ -92,15 +99,21 @@ class Rank:
             self._rendezvous.inquire()
         self._witness.join(DISMISSAL_SECONDS)
 
-    def _execute(self, payload: memoryview) -> None:
+    def _launch(self, payload: memoryview) -> None:
         step = decode_step(payload)
         if step.step_id <= self._last_step:
             raise RankDisagreement(f"was told to run step {step.step_id} after step {self._last_step}")
         self._last_step = step.step_id
-        output = self._worker.execute(step)
-        if self._topology.rank == self._topology.sampler:
-            self._channel.answer(encode_output(output))
+        launched = self._worker.launch(step)
+        if self._is_sampler:
+            self._launched.append(launched)
         self._last_worked = time.monotonic()
+
+    def _finish(self) -> None:
+        """Answer the oldest step that was not answered, once it is done."""
+        if self._is_sampler:
+            self._channel.answer(encode_output(self._launched.popleft().collect()))
+            self._last_worked = time.monotonic()
 
     def _serve_adapters(self, loader: Loader) -> None:
         """On the loader's thread. What breaks it ends the process, whose main thread can't be woken."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.launchers import Launcher
-    from hybridserve.engine.model_runner import StepOutput
+    from hybridserve.engine.model_runner import LaunchedStep, StepOutput
     from hybridserve.engine.rendezvous import Assignment
     from hybridserve.lora.adapter import Adapter
     from hybridserve.lora.layers import PlacedAdapter
@@ -79,6 +79,7 @@ class Ranks:
         self._staging = threading.Lock()
         self._numbers = itertools.count()
         self._forgotten: deque[int] = deque()
+        self._launched: deque[LaunchedStep] = deque()  # rank 0's thread's
         self._groups: Groups | None = None
         self._jobs = JobThread("hybridserve-rank-0")
         # the thread that starts processes has to outlive them: the system ends them with it
@@ -136,22 +137,42 @@ class Ranks:
 
     # ---- what all ranks do, in order
 
-    def submit(self, step: StepInput, payload: bytearray) -> Future[StepOutput]:
-        """`payload` is the step for the others. A step that has not begun may be cancelled."""
-        return self._jobs.submit(partial(self._together, partial(self._execute, step, payload)))
+    def submit(self, step: StepInput, payload: bytearray) -> Future[None]:
+        """Launch a step everywhere; `payload` is the step for the others. One that has not begun may be
+        cancelled."""
+        return self._jobs.submit(partial(self._together, partial(self._launch, step, payload)))
 
-    def _execute(self, step: StepInput, payload: bytearray) -> StepOutput:
+    def finish(self) -> Future[StepOutput]:
+        """The result of the oldest step that was launched and not finished, of which there is one when it
+        comes to that. May be cancelled."""
+        return self._jobs.submit(partial(self._together, self._finish))
+
+    def drop(self) -> None:
+        """Finish what was launched, for nobody."""
+        self._jobs.submit(partial(self._together, self._drop))
+
+    def _launch(self, step: StepInput, payload: bytearray) -> None:
         self._forget()
         self._channel.send(Kind.STEP, payload)
-        output = self.worker.execute(step)
-        if self._topology.sampler == 0:
-            return output
-        output = decode_output(self._channel.receive_answer(self._topology.sampler))
-        if output.step_id != step.step_id:
+        self._launched.append(self.worker.launch(step))
+
+    def _finish(self) -> StepOutput:
+        launched = self._launched.popleft()
+        sampler = self._topology.sampler
+        if sampler == 0:
+            return launched.collect()
+        self._channel.send(Kind.FINISH)
+        launched.collect()
+        output = decode_output(self._channel.receive_answer(sampler))
+        if output.step_id != launched.step_id:
             raise RankDisagreement(
-                f"rank {self._topology.sampler} answered step {output.step_id} to step {step.step_id}"
+                f"rank {sampler} answered step {output.step_id} to step {launched.step_id}"
             )
         return output
+
+    def _drop(self) -> None:
+        while self._launched:
+            self._finish()
 
     def place_adapter(self, slot: int, generation: int, staged: StagedOnRanks) -> None:
         def place() -> None:

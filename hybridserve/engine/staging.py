@@ -28,8 +28,8 @@ INITIAL_BYTES = 1 << 20
 
 
 class Staging(ABC):
-    """`begin`, any number of `put`, `flush`; more of both, if need be; `end`. What a step has put is there
-    until the next one but one begins."""
+    """`begin`, any number of `put`, `flush`; more of both, if need be. What a step has put is there until the
+    next one but one begins."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -50,10 +50,6 @@ class Staging(ABC):
         self.flush()
         return tensor
 
-    @abstractmethod
-    def end(self) -> None:
-        """The step puts nothing more."""
-
 
 class NoStaging(Staging):
     """Where device and host are one."""
@@ -67,9 +63,6 @@ class NoStaging(Staging):
     def flush(self) -> None:
         return
 
-    def end(self) -> None:
-        return
-
 
 @dataclass(slots=True)
 class _Half:
@@ -79,7 +72,7 @@ class _Half:
     used: int = 0
     sent: int = 0
     done: Mark | None = None
-    """When the device has read what is in `host`."""
+    """When the device has read what was sent of `host`."""
 
 
 class PinnedStaging(Staging):
@@ -118,9 +111,7 @@ class PinnedStaging(Staging):
         if half.sent < half.used:
             half.device[half.sent : half.used].copy_(half.host[half.sent : half.used], non_blocking=True)
             half.sent = half.used
-
-    def end(self) -> None:
-        self._halves[self._turn].done = self._queue.mark()
+            half.done = self._queue.mark()  # now: whoever puts may fail before the step is complete
 
     def _allocate(self, num_bytes: int) -> _Half:
         host = self._queue.host_bytes(num_bytes)

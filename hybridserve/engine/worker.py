@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
     from hybridserve.distributed.pipeline import PipelineStage
     from hybridserve.distributed.tp import TPGroup
+    from hybridserve.engine.graph_plan import GraphPlan
+    from hybridserve.engine.graphs import Recorder
     from hybridserve.engine.input_builder import StepInput
-    from hybridserve.engine.model_runner import LaunchedStep, StepOutput
+    from hybridserve.engine.model_runner import LaunchedStep
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
 
@@ -48,22 +50,34 @@ class Worker:
         self.arena = Arena(layout, context.device)
         self.host = HostArena(layout, plan.host.num_slabs, context.device) if plan.host.num_slabs else None
         self.runner = ModelRunner(
-            model, self.arena, context.attention, context.ssm, context.pointwise, self.host
+            model,
+            self.arena,
+            context.attention,
+            context.ssm,
+            context.pointwise,
+            self.host,
+            tp=context.tp,
+            pipeline=context.pipeline,
         )
-        if plan.graphs.sizes:
-            self.runner.record_graphs(plan.graphs, CUDARecorder(context.device))
         self._context = context
         self._adapter_tp = adapter_tp or context.tp
+        self._max_rank = 0 if plan.lora is None else plan.lora.max_rank
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed
         self._adapters: dict[int, tuple[int, PlacedAdapter]] = {}
+        if plan.graphs.sizes:
+            self.record_graphs(plan.graphs, CUDARecorder(context.device))
 
-    def execute(self, step: StepInput) -> StepOutput:
-        """RuntimeError, and nothing has run, for a step that was planned with another adapter in a slot than
-        there is."""
-        return self.launch(step).collect()
+    def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
+        """Before there are any adapters: those that come later find room in what is recorded."""
+        if plan.adapter_sizes:
+            assert self._context.lora is not None
+            self._context.lora.reserve(self._max_rank, self._context.dtype)
+            self._context.lora.write(self._context.device)
+        self.runner.record_graphs(plan, recorder)
 
     def launch(self, step: StepInput) -> LaunchedStep:
-        """As `execute`, but for its result."""
+        """RuntimeError, and nothing runs, for a step that was planned with another adapter in a slot than
+        there is."""
         self.check_adapters(step)
         return self.runner.launch(step)
 
@@ -106,6 +120,7 @@ class Worker:
             raise RuntimeError(f"adapter slot {slot} was not cleared before it was given to another adapter")
         remove(slot, self._context.lora.tables)
         placed.install(slot)
+        self._context.lora.write(self._context.device)
         self._adapters[slot] = (generation, placed)
 
     def clear_adapter(self, slot: int) -> None:
@@ -115,5 +130,6 @@ class Worker:
             return
         assert self._context.lora is not None
         remove(slot, self._context.lora.tables)
+        self._context.lora.write(self._context.device)
         if self._poison_freed:
             held[1].poison()

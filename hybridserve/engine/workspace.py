@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridserve.engine.graph_plan import graph_sizes
+from hybridserve.engine.graph_plan import adapter_graph_sizes, graph_sizes
 from hybridserve.layers.footprint import OTHER
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def plan_workspace(
     num_seqs: int,
     vocab_size: int,
     element_bytes: int,
+    has_adapters: bool,
 ) -> Workspace:
     """Of a rank whose steps have up to `num_tokens` tokens of `num_seqs` sequences."""
     widths = dict(footprint.activations)
@@ -67,4 +68,5 @@ def plan_workspace(
     # what is reduced lies in a buffer that the others can reach, and its sum in another
     reduced = num_tokens * max(footprint.reductions, default=0) * element_bytes
     collectives = GROUP_BYTES + 2 * reduced if ranks > 1 else 0
-    return Workspace(RUNTIME_BYTES, activations, len(graph_sizes(num_seqs)) * GRAPH_BYTES, collectives)
+    num_sizes = len(graph_sizes(num_seqs)) + has_adapters * len(adapter_graph_sizes(num_seqs))
+    return Workspace(RUNTIME_BYTES, activations, num_sizes * GRAPH_BYTES, collectives)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from hybridserve.kernels.lora.interface import LoraTable
+from hybridserve.kernels.lora.interface import LoraTable, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +64,24 @@ class LoraRegistry:
         table = LoraTable(self.num_slots, num_groups)
         self.tables.append(table)
         return table
+
+    def reserve(self, rank: int, dtype: torch.dtype) -> None:
+        """Give every table room for whatever adapters of up to this rank may add: before steps with adapters
+        are recorded."""
+        parts: dict[tuple[int, int], list[int]] = {}
+        for module in self.modules.values():
+            sizes = [part.source.stop - part.source.start for part in module.outputs]
+            parts.setdefault((id(module.table), module.group), []).extend(filter(None, sizes))
+        for table in self.tables:
+            groups = [parts.get((id(table), group), []) for group in range(table.num_groups)]
+            num_pairs, num_outputs = max(map(len, groups)), max(map(sum, groups))  # all may be one pair
+            if num_pairs:
+                table.room = Room(num_pairs, num_outputs, rank, dtype)
+
+    def write(self, device: torch.device) -> None:
+        """Let recorded steps find what has changed in the tables."""
+        for table in self.tables:
+            self.backend.write(table, device)
 
     def offer(self, module: AdaptableModule) -> None:
         if module.name in self.modules:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 32
 """Rows of one adapter that a tile of a grouped kernel takes at most."""
 
+ALIGNMENT = 16
+"""Bytes to a multiple of which A and B start: what a vector load takes."""
+
 
 class Segment(NamedTuple):
     """Rows `start .. stop` of `LoraBatch.rows`: those of one adapter."""
@@ -43,6 +46,9 @@ class LoraBatch:
     segments: list[Segment]  # by slot, the same facts on the host
     chunks: torch.Tensor  # [C, 3] int32: (slot, start in `rows`, number of rows <= CHUNK_ROWS) for tiles
     host_row_slots: npt.NDArray[np.int64]  # [T]: `row_slots` where no device need be asked
+    is_recorded: bool = False
+    """Whether steps are recorded with it: the tensors hold other rows in every step that is replayed, and
+    the host knows none of them. Rows are padded with slot 0, chunks with ones of no rows. No segments."""
     slots: frozenset[int] = field(init=False)  # of the segments
     derived: dict[str, Any] = field(default_factory=dict)
     """Whatever a backend derives from the above once a step, by a name of its own."""
@@ -69,6 +75,30 @@ class LoraPair:
     gain: torch.Tensor | None = None  # [out]: g - 1 of DoRA (arXiv 2402.09353), whose g is folded into B
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The most that any adapter may have in one place: what steps are recorded for, whoever comes later."""
+
+    num_pairs: int  # of a (slot, group)
+    num_outputs: int  # of a pair
+    rank: int
+    dtype: torch.dtype  # of A and B
+
+    def check(self, pairs: tuple[LoraPair, ...]) -> None:
+        """ValueError for pairs that recorded steps could not add."""
+        if len(pairs) > self.num_pairs:
+            raise ValueError(f"{len(pairs)} pairs where there is room for {self.num_pairs}")
+        for pair in pairs:
+            rank, num_outputs = pair.B.shape
+            if rank > self.rank or num_outputs > self.num_outputs:
+                raise ValueError(
+                    f"rank {rank} and {num_outputs} outputs where there is room for {self.rank} and "
+                    f"{self.num_outputs}"
+                )
+            if pair.A.dtype != self.dtype or any(each.data_ptr() % ALIGNMENT for each in (pair.A, pair.B)):
+                raise ValueError(f"A and B are not {self.dtype} at multiples of {ALIGNMENT} bytes")
+
+
 class LoraTable:
     """The pairs of every slot for one place in the model.
 
@@ -80,6 +110,8 @@ class LoraTable:
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
         self.num_slots = num_slots
         self.num_groups = num_groups
+        self.room: Room | None = None
+        """Where steps with adapters are recorded; set before that, and while the table is empty."""
         self.version = 0
         self.slot_versions = [0] * (num_slots + 1)
         self.derived: dict[str, Any] = {}
@@ -91,12 +123,16 @@ class LoraTable:
         return self._pairs[slot * self.num_groups + group]
 
     def concerns(self, batch: LoraBatch) -> bool:
-        """Whether any adapter of the batch has pairs here."""
+        """Whether any adapter of the batch has pairs here, or may have some when a recorded step is run."""
+        if batch.is_recorded:
+            return self.room is not None
         return not self._used.isdisjoint(batch.slots)
 
     def put(self, slot: int, pairs: tuple[LoraPair, ...], group: int = 0) -> None:
         if not (0 < slot <= self.num_slots and 0 <= group < self.num_groups):
             raise IndexError(f"slot {slot} of {self.num_slots}, group {group} of {self.num_groups}")
+        if self.room is not None:
+            self.room.check(pairs)
         self._pairs[slot * self.num_groups + group] = pairs
         self._changed(slot)
 
@@ -104,6 +140,8 @@ class LoraTable:
         """Leave nothing of an adapter behind, whatever the next one in its slot adapts."""
         if not 0 < slot <= self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
+        if slot not in self._used:
+            return
         first = slot * self.num_groups
         self._pairs[first : first + self.num_groups] = [()] * self.num_groups
         self._changed(slot)
@@ -125,6 +163,11 @@ class LoraBackend(Backend):
     it is in: to the bit with `native` and `reference`; with `torch_native`, whose matrix products have other
     shapes in other company, up to float32 rounding of its sums. Rank activations and sums are float32.
     """
+
+    def write(self, table: LoraTable, device: torch.device) -> None:
+        """Bring to the device, in the order of what is queued there, what recorded steps read of a table that
+        has room: before any is recorded, and when the table has changed. What they read stays where it is."""
+        return
 
     @abstractmethod
     def add(

@@ -4,22 +4,23 @@
 One shrink and one expand a projection, for all adapters of a step and all slices of a merged projection. A
 table is written to the device when its adapters change, in the same memory where its size allows. A row has
 the same bits in any company.
+
+What a recorded step launches is for all the room that a place has; programs that find no rows, or no rank,
+end at once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBackend
+from hybridserve.kernels.lora.interface import ALIGNMENT, CHUNK_ROWS, LoraBackend
 from hybridserve.kernels.moe.triton_backend import group_pairs, num_tiles
 from hybridserve.kernels.triton_support import cdiv, obstacle, power_of_2, rows_of
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from hybridserve.kernels.lora.interface import LoraBatch, LoraPair, LoraTable
     from hybridserve.kernels.moe.interface import ExpertGroups
     from hybridserve.kernels.registry import Capabilities
@@ -46,6 +47,7 @@ class Tiles(NamedTuple):
 
 class Triton(LoraBackend):
     name = _NAME
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
@@ -58,6 +60,10 @@ class Triton(LoraBackend):
         self._kernels = triton_kernels
         self._moe_kernels = moe_kernels
 
+    def write(self, table: LoraTable, device: torch.device) -> None:
+        if table.room is not None:
+            _known(table, device).refresh(table, device)
+
     def add(
         self,
         y: torch.Tensor,
@@ -67,15 +73,14 @@ class Triton(LoraBackend):
         bias: torch.Tensor | None = None,
     ) -> None:
         if table.concerns(batch):
-            known = _known(table, y.device)
-            self._add(y, x, None, known, _tiles(batch), bias)
+            self._add(y, x, None, _sizes(table, batch, y.device), _tiles(batch), bias)
 
     def add_embedding(
         self, y: torch.Tensor, token_ids: torch.Tensor, table: LoraTable, batch: LoraBatch
     ) -> None:
         if not table.concerns(batch):
             return
-        known, tiles = _known(table, y.device), _tiles(batch)
+        known, tiles = _sizes(table, batch, y.device), _tiles(batch)
         u = y.new_empty((1, len(tiles.rows), known.width), dtype=torch.float32)
         self._kernels.embed[(len(tiles.tiles), known.width // RANKS)](
             *(token_ids.contiguous(), tiles.rows, tiles.tiles, known.entries, known.like, u),
@@ -96,7 +101,8 @@ class Triton(LoraBackend):
     ) -> None:
         if not table.concerns(batch) or not len(y):
             return
-        self._add(y, x, x_rows, _known(table, y.device), self._expert_tiles(table, batch, groups), None)
+        known = _sizes(table, batch, y.device)
+        self._add(y, x, x_rows, known, self._expert_tiles(table, batch, groups), None)
 
     def _expert_tiles(self, table: LoraTable, batch: LoraBatch, groups: ExpertGroups) -> Tiles:
         """Found once a layer, not for each of its two projections."""
@@ -119,7 +125,7 @@ class Triton(LoraBackend):
         y: torch.Tensor,
         x: torch.Tensor,
         x_rows: torch.Tensor | None,
-        known: _Known,
+        known: _Sizes,
         tiles: Tiles,
         bias: torch.Tensor | None,
     ) -> None:
@@ -148,7 +154,7 @@ class Triton(LoraBackend):
         self._expand(y, u, known, tiles, bias)
 
     def _expand(
-        self, y: torch.Tensor, u: torch.Tensor, known: _Known, tiles: Tiles, bias: torch.Tensor | None
+        self, y: torch.Tensor, u: torch.Tensor, known: _Sizes, tiles: Tiles, bias: torch.Tensor | None
     ) -> None:
         target = rows_of(y)
         self._kernels.expand[(len(tiles.tiles), known.num_pairs, cdiv(known.max_outputs, OUTPUTS))](
@@ -171,31 +177,40 @@ def _tiles(batch: LoraBatch) -> Tiles:
     """Once a step."""
     known: Tiles | None = batch.derived.get(_NAME)
     if known is None:
-        longest = max(stop - start for _, start, stop in batch.segments)
+        longest = max((stop - start for _, start, stop in batch.segments), default=len(batch.row_slots))
         block = min(CHUNK_ROWS, power_of_2(longest, 16))
         known = batch.derived[_NAME] = Tiles(batch.rows, batch.chunks, block)
     return known
 
 
 def _known(table: LoraTable, device: torch.device) -> _Known:
-    """Called in every projection of every step; most often nothing has changed."""
     known: _Known | None = table.derived.get(_NAME)
     if known is None:
-        known = table.derived[_NAME] = _Known()
-    if known.version != table.version:
-        known.refresh(table, device)
+        known = table.derived[_NAME] = _Known(table, device)
     return known
 
 
-class _Known:
+def _sizes(table: LoraTable, batch: LoraBatch, device: torch.device) -> _Sizes:
+    """Called in every projection of every step; most often nothing has changed. Nobody is called when a
+    recorded step is run: its table has been written before."""
+    known = _known(table, device)
+    if batch.is_recorded:
+        assert known.recorded is not None
+        return known.recorded
+    if known.version != table.version:
+        known.refresh(table, device)
+    return known.sizes
+
+
+class _Sizes(NamedTuple):
     """A table as kernels read it."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self.num_pairs = self.max_rank = self.max_outputs = 0
-        self.is_aligned = False
-        self.entries: Any = None
-        self.like: Any = None
+    entries: torch.Tensor  # [adapters, num_pairs, _ENTRY] int64
+    like: torch.Tensor  # of the dtype of A and B
+    num_pairs: int
+    max_rank: int
+    max_outputs: int
+    is_aligned: bool
 
     @property
     def width(self) -> int:
@@ -207,33 +222,70 @@ class _Known:
         """Of products with rank activations: those of half precision are as exact in three parts."""
         return "ieee" if self.like.dtype == torch.float32 else "tf32x3"
 
-    def refresh(self, table: LoraTable, device: torch.device) -> None:
-        of_adapters = [
-            table.pairs(slot, group)
-            for slot in range(table.num_slots + 1)
-            for group in range(table.num_groups)
-        ]
-        every = [pair for pairs in of_adapters for pair in pairs]
-        self.num_pairs = max(len(pairs) for pairs in of_adapters)
-        entries = np.zeros((len(of_adapters), self.num_pairs, _ENTRY), dtype=np.int64)
-        for adapter, pairs in enumerate(of_adapters):
-            for i, pair in enumerate(pairs):
-                entries[adapter, i] = _entry(pair)
-        ranks = entries[:, :, 6]
-        self.max_rank = cdiv(int(ranks.max()), RANKS) * RANKS
-        self.max_outputs = max(1, int(entries[:, :, 5].max()))
-        self.is_aligned = not (entries[:, :, :2] % 16).any()
-        self.like = every[0].A
-        self._write(entries, device)
-        self.version = table.version
 
-    def _write(self, entries: npt.NDArray[np.int64], device: torch.device) -> None:
-        host = torch.from_numpy(entries)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        if self.entries is None or self.entries.shape != host.shape:
-            self.entries = torch.empty(host.shape, dtype=torch.int64, device=device)
-        self.entries.copy_(host, non_blocking=True)
+class _Known:
+    """What a table is on the device, and what of it the device has. Its memory moves only where an adapter
+    has more pairs than any before it, and never where the table has room."""
+
+    sizes: _Sizes
+    """Of the adapters that are there now."""
+
+    def __init__(self, table: LoraTable, device: torch.device) -> None:
+        self.version = -1
+        self.recorded: _Sizes | None = None
+        room = table.room
+        if room is not None:
+            self._reserve(table, room.num_pairs, device)
+            like = torch.empty(1, dtype=room.dtype, device=device)
+            rank = cdiv(room.rank, RANKS) * RANKS
+            self.recorded = _Sizes(self._entries, like, room.num_pairs, rank, room.num_outputs, True)
+        else:
+            self._reserve(table, 0, device)
+
+    def _reserve(self, table: LoraTable, num_pairs: int, device: torch.device) -> None:
+        shape = ((table.num_slots + 1) * table.num_groups, num_pairs, _ENTRY)
+        self._host = np.zeros(shape, dtype=np.int64)
+        self._entries = torch.empty(shape, dtype=torch.int64, device=device)
+        self.version = -1
+
+    def refresh(self, table: LoraTable, device: torch.device) -> None:
+        """Of the slots that have changed."""
+        if self.version == table.version:
+            return
+        if table.room is None:
+            adapters = (divmod(i, table.num_groups) for i in range(len(self._host)))
+            needed = max(len(table.pairs(*adapter)) for adapter in adapters)
+            if needed > self._host.shape[1]:
+                self._reserve(table, needed, device)
+        for slot, version in enumerate(table.slot_versions):
+            if version > self.version:
+                self._fill(table, slot)
+        host = torch.from_numpy(self._host)
+        self._entries.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
+        self.version = table.version
+        max_rank = cdiv(int(self._host[:, :, 6].max(initial=1)), RANKS) * RANKS
+        self.sizes = _Sizes(
+            self._entries,
+            self._like(table, device),
+            self._host.shape[1],
+            max_rank,
+            int(self._host[:, :, 5].max(initial=1)),
+            not (self._host[:, :, :2] % ALIGNMENT).any(),
+        )
+
+    def _fill(self, table: LoraTable, slot: int) -> None:
+        first = slot * table.num_groups
+        self._host[first : first + table.num_groups] = 0
+        for group in range(table.num_groups):
+            for i, pair in enumerate(table.pairs(slot, group)):
+                self._host[first + group, i] = _entry(pair)
+
+    def _like(self, table: LoraTable, device: torch.device) -> torch.Tensor:
+        if self.recorded is not None:
+            return self.recorded.like
+        adapters = (divmod(i, table.num_groups) for i in range(len(self._host)))
+        pairs = next(pairs for adapter in adapters if (pairs := table.pairs(*adapter)))
+        return pairs[0].A
 
 
 def _entry(pair: LoraPair) -> tuple[int, ...]:

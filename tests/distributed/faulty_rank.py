@@ -8,6 +8,7 @@ import os
 import time
 from functools import partial
 
+from hybridserve.distributed.tp import ProcessGroupTP
 from hybridserve.engine import rank_process, rendezvous
 from hybridserve.engine.channel import Channel, Kind
 from hybridserve.engine.worker import Worker
@@ -18,11 +19,12 @@ AT_STEP = 3
 
 def main() -> None:
     fault = os.environ[FAULT]
-    execute, receive, load = Worker.execute, Channel.receive, Worker.__init__
+    broadcast = ProcessGroupTP.broadcast
+    launch, receive, load = Worker.launch, Channel.receive, Worker.__init__
 
-    def faulty_execute(self, step):
+    def faulty_launch(self, step):
         if step.step_id < AT_STEP:
-            return execute(self, step)
+            return launch(self, step)
         if fault == "raise":
             raise ZeroDivisionError("a fault of this test")
         if fault == "hang":
@@ -31,7 +33,7 @@ def main() -> None:
             ctypes.PyDLL(None).sleep(1000)  # without giving other threads a turn
         if fault == "exit":
             os._exit(17)
-        return execute(self, step)
+        return launch(self, step)
 
     def faulty_receive(self):
         message = receive(self)
@@ -40,6 +42,12 @@ def main() -> None:
         if fault == "repeat" and message.kind == Kind.STEP and self._number > AT_STEP:
             message.payload[8:16] = (1).to_bytes(8, "little")  # a step id that has been there
         return message
+
+    def faulty_broadcast(self, x):
+        """Takes part, and goes on with what it had."""
+        mine = x.clone()
+        broadcast(self, x)
+        return mine
 
     def faulty_load(self, *arguments, **options):
         if fault == "load":
@@ -52,7 +60,9 @@ def main() -> None:
         time.sleep(0.15 if fault == "load-slow" else 1000)  # for each tensor
         advance()
 
-    Worker.execute, Channel.receive, Worker.__init__ = faulty_execute, faulty_receive, faulty_load
+    Worker.launch, Channel.receive, Worker.__init__ = faulty_launch, faulty_receive, faulty_load
+    if fault == "deaf":
+        ProcessGroupTP.broadcast = faulty_broadcast
     if fault == "version":
         rendezvous.VERSIONS = "hybridserve 0.0.1, torch 1.0"
     rank_process.main()

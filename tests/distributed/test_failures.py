@@ -132,7 +132,7 @@ def test_faults_of_a_rank(fault: str, reason: str, model: Callable[[str], Path])
         with pytest.raises(RankFailure, match=reason):
             raise error
         if fault == "raise":
-            assert "faulty_execute" in error.__notes__[0]
+            assert "faulty_launch" in error.__notes__[0]
         assert all_gone(processes)
         check_everything_failed(core, error)
 

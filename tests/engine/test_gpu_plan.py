@@ -10,9 +10,10 @@ import torch
 from hybridserve.config.loader import load_config
 from hybridserve.engine import arena_plan, gpus
 from hybridserve.engine.gpus import GPU, rank_device
-from hybridserve.engine.graph_plan import GraphPlan, graph_lengths, graph_sizes
+from hybridserve.engine.graph_plan import GraphPlan, adapter_graph_sizes, graph_lengths, graph_sizes
 from hybridserve.engine.plan_codec import decode_plan, encode_plan
 from hybridserve.engine.planner import OPERATORS, EnginePlan, make_plan
+from hybridserve.engine.workspace import GRAPH_BYTES
 from hybridserve.kernels.registry import candidates
 from hybridserve.models.hub import resolve_model
 
@@ -123,6 +124,29 @@ def test_why_nothing_is_recorded(at_hand: Callable) -> None:
         plan(kernels={"graphs": "always"})
 
 
+def test_steps_with_adapters_are_recorded_apart(
+    at_hand: Callable, recordable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the recordings but for sizes that are left out; and what they keep is set aside."""
+    at_hand(H200)
+    made, without = plan(), plan(lora={"adapters": {}})
+    assert made.graphs.adapter_sizes == adapter_graph_sizes(256)
+    assert made.graphs.num_adapter_slots == made.lora.num_slots
+    assert made.graphs.num_recordings == 2 * (35 + 13)
+    assert "of up to 4,096 tokens; with adapters, 13 sizes; 96 recordings" in made.table()
+    assert without.graphs == GraphPlan(graph_sizes(256), (2048, 4096), "")
+    assert "of up to 4,096 tokens; 70 recordings" in without.table()
+    (with_them,), (without_them,) = made.stages, without.stages
+    assert with_them.workspace.graphs - without_them.workspace.graphs == 13 * GRAPH_BYTES
+    (backend,) = (each for each in candidates("lora") if each.name == "torch_native")
+    monkeypatch.setattr(backend, "can_be_recorded", False)
+    why = "what lora torch_native launches depends on more than shapes"
+    assert plan().graphs == GraphPlan(graph_sizes(256), (2048, 4096), "", adapter_reason=why)
+    assert f"none with adapters ({why})" in plan().table()
+    with pytest.raises(ValueError, match=f"kernels.graphs: always: {why}"):
+        plan(kernels={**TORCH, "graphs": "always"})
+
+
 def test_stages_record_nothing(at_hand: Callable, recordable: None) -> None:
     at_hand(H200)
     assert plan(parallel={"pipeline": 2}).graphs.reason == "stages of a pipeline wait for each other"
@@ -175,6 +199,9 @@ def test_sizes_and_lengths() -> None:
     assert graph_lengths(100) == (100,)
     assert graph_lengths(2048) == (2048,)
     assert graph_lengths(262_144) == (2048, 16_384, 131_072, 262_144)
+    assert adapter_graph_sizes(3) == (1, 2, 3)
+    assert adapter_graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
+    assert adapter_graph_sizes(10_000) == (1, 2, 4, 8, 16, *range(32, 257, 32))
     made = GraphPlan(graph_sizes(256), graph_lengths(262_144), "")
     assert made.lengths_of(256) == (2048, 16_384)
     assert made.lengths_of(32) == (2048, 16_384, 131_072)

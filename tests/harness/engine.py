@@ -265,7 +265,9 @@ class Guarded:
             worker.runner, delay=delay, poison=poison, checksum=checksum, worker=worker
         )
         if recorder is not None:
-            worker.runner.record_graphs(plan_graphs(config, plan.layout, plan.max_model_len, None), recorder)
+            num_slots = 0 if plan.lora is None else plan.lora.num_slots
+            graphs = plan_graphs(config, plan.layout, plan.max_model_len, None, num_slots)
+            worker.record_graphs(graphs, recorder)
         core = EngineCore.create(config, plan, path, buckets=buckets, executor=executor)
         self._guard(core, executor, row_order, slot_order, preempt_every)
 

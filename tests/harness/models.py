@@ -24,7 +24,7 @@ from hybridserve.kernels.registry import Capabilities
 from hybridserve.kernels.ssm.interface import SSMBackend, SSMMetadata
 from hybridserve.kernels.ssm.reference import Reference as ReferenceSSM
 from hybridserve.layers.context import BuildContext, CacheView, ForwardContext
-from hybridserve.lora.batch import make_batch
+from hybridserve.lora.batch import make_batch, rows_with_adapters
 from hybridserve.models.weights import load_model
 from hybridserve.quant.policy import Quantization
 from hybridserve.quant.registry import make_policy
@@ -255,11 +255,13 @@ class Runner:
             ssm=self.backends.ssm.prepare(ssm),
             caches=self.caches,
             lora=make_batch(
-                np.array([sequence.adapter_slot for sequence in sequences]),
-                np.array([sequence.adapter_start for sequence in sequences]),
-                starts.numpy(),
-                torch.cat(places).numpy(),
-                torch.device("cpu"),
+                rows_with_adapters(
+                    np.array([sequence.adapter_slot for sequence in sequences]),
+                    np.array([sequence.adapter_start for sequence in sequences]),
+                    starts.numpy(),
+                    torch.cat(places).numpy(),
+                ),
+                torch.from_numpy,
             ),
         )
         hidden = self.model(torch.cat(tokens), context)

@@ -50,6 +50,10 @@ class ThreadTPGroup(TPGroup):
         assert self.meeting is not None
         return torch.cat(self.meeting.exchange(self.rank, x), -1)
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.meeting is not None
+        return self.meeting.exchange(self.rank, x)[0].clone()
+
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         gathered = self.all_gather(x)
         return gathered if self.rank == 0 else None

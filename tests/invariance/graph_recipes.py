@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridserve.core.request import SamplingParams
+from hybridserve.lora.batch import rows_with_adapters
+from tests.graph_mutations import MAX_LOADED
 from tests.harness.adapter_engine import AdapterEngine
+from tests.harness.adapters import ATTENTION, DENSE, ENDS, EXPERTS, MAMBA, AdapterSpec
 from tests.harness.engine import Guarded, make_prompts
 from tests.harness.recorder import GraphGuarded, StandInRecorder
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from hybridserve.engine.graphs import DecodeGraphs
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.step_tensors import StepTensors
+    from hybridserve.kernels.lora.interface import LoraBatch
     from tests.harness.adapter_engine import Oracles
     from tests.harness.adapters import Kit
     from tests.harness.engine import Oracle
@@ -35,7 +39,7 @@ def f026_padding_and_slot_0(model: Path, oracle: Oracle) -> None:
     engine = GraphGuarded(model, poison="large")
     for index, prompt in enumerate(make_prompts([4, 2, 3])):
         engine.add(f"r{index}", prompt, greedy(10))
-    tensors = engine.graphs._graphs[4, engine.core.scheduler.max_model_len].tensors
+    tensors = engine.graphs._graphs[False, 4, engine.core.scheduler.max_model_len].tensors
 
     def look(step: StepInput) -> None:
         if len(step.state_slots) == 3 == len(step.input_ids):
@@ -122,28 +126,73 @@ def rows_come_and_go(model: Path, oracle: Oracle) -> None:
     assert engine.recorder.num_replays > 10
 
 
-def l014_adapters_are_not_replayed(kit: Kit, oracles: Oracles) -> None:
-    """Base steps are replayed and those with an adapter are not, whichever comes first, as rows of either
-    kind come and go and another adapter takes the slot; and buffers stay where they are."""
+RANKS = {
+    "r8": AdapterSpec(11, 8, (*MAMBA, *ENDS), EXPERTS),
+    "r16": AdapterSpec(12, 16, (*ATTENTION, *DENSE)),
+    "r64": AdapterSpec(13, 64, ("q_proj", "in_proj", "down_proj", "lm_head")),
+}
+
+
+def l014_adapters_come_and_go(kit: Kit, oracles: Oracles) -> None:
+    """Row counts go up and down, adapters of other ranks and other modules take each other's slots, and
+    steps of the base model come in between. Every decode step is replayed, by a recording with adapters where
+    some row has one and by another where none has; what is in the adapters' buffers before a step is
+    nobody's business; and buffers stay where they are."""
     recorder = StandInRecorder()
-    kernels = {f"kernels.{op}": "reference" for op in ("attention", "ssm")}
+    kernels = {f"kernels.{op}": "reference" for op in ("attention", "ssm", "lora")}
+    for name, spec in RANKS.items():
+        kit.adapter(name, spec)
     engine = AdapterEngine(
-        kit, ["A", "B"], lora={"max_loaded": 1}, recorder=recorder, max_num_seqs=8, **kernels
+        kit, [*RANKS, "A"], lora={"max_loaded": MAX_LOADED}, recorder=recorder, max_num_seqs=8, **kernels
     )
     graphs = engine.executor.runner.graphs
     assert graphs is not None
+    recorder.poisoned = graphs.logits
+    assert recorder.num_recorded == graphs.plan.num_recordings == 2 * len((1, 2, 4, 8))
     places = [tensor.data_ptr() for tensor in buffers(graphs)]
-    asked = [(None, 4), ("A", 9), (None, 20), ("B", 5), ("A", 3), (None, 6)]
+    seen = []
+
+    def look(step: StepInput) -> None:
+        rows = rows_with_adapters(step.adapter_slots, step.adapter_start, step.query_start, step.positions)
+        graph = graphs.find(step, rows)
+        seen.append((len(step.seq_lens), graph is not None and graph.adapters is not None))
+        if graph is None or graph.adapters is None:
+            return
+        batch, padding = graph.adapters.batch, [0] * (graph.size - len(step.seq_lens))
+        assert rows is not None
+        assert batch.row_slots.tolist() == [*rows.tolist(), *padding]
+        covered = [
+            (slot, row)
+            for slot, start, count in batch.chunks.tolist()
+            for row in batch.rows[start : start + count].tolist()
+        ]
+        assert sorted(covered) == sorted((slot, row) for row, slot in enumerate(rows.tolist()) if slot)
+
+    @torch.inference_mode()
+    def spoil(step: StepInput) -> None:
+        graphs._adapters.fill_(1)
+
+    record = engine.executor.on_executed
+    engine.executor.on_execute = spoil
+    engine.executor.on_executed = lambda step: (record(step), look(step))[0]
+    asked = [(None, 4), ("r8", 9), (None, 20), ("r64", 5), ("r8", 3), ("A", 7), (None, 6), ("r16", 8)]
     for index, (name, num_tokens) in enumerate(asked):
         prompt = make_prompts([3 + index], seed=index, vocab_size=128)[0]
         engine.ask(f"r{index}", prompt, name, num_tokens)
         for _ in range(2 * (index % 2)):
             engine.step()
     engine.run()
+    for index, num_tokens in enumerate((5, 5, 5, 3)):  # three are left of four, in a recording of four
+        engine.ask(f"four-{index}", make_prompts([4], seed=index, vocab_size=128)[0], "r8", num_tokens)
+    engine.run()
+    for index, name in enumerate(("r16", None, "r64", None)):
+        engine.ask(f"alone-{index}", make_prompts([4], seed=index, vocab_size=128)[0], name, 3)
+        engine.run()
     engine.check_all(oracles)
     decodes = [step for step in engine.executor.inputs if len(step.input_ids) == len(step.seq_lens)]
-    assert recorder.num_replays == sum(not step.adapter_slots.any() for step in decodes) > 3
-    assert any(step.adapter_slots.any() for step in decodes)
+    assert recorder.num_replays == len(decodes)
+    assert {kind for _, kind in seen} == {True, False}
+    assert len({size for size, kind in seen if kind}) > 2
     assert places == [tensor.data_ptr() for tensor in buffers(graphs)]
 
 
@@ -152,13 +201,18 @@ def buffers(graphs: DecodeGraphs) -> list[torch.Tensor]:
     return [
         tensor
         for graph in graphs._graphs.values()
-        for tensor in (*fields_of(graph.tensors), graph.columns, graph.logits)
+        for tensor in (
+            *fields_of(graph.tensors),
+            *([] if graph.adapters is None else fields_of(graph.adapters.batch)),
+            graph.columns,
+            graph.logits,
+        )
         if isinstance(tensor, torch.Tensor)
     ]
 
 
-def fields_of(tensors: StepTensors) -> list[object]:
-    return [getattr(tensors, field.name) for field in dataclasses.fields(tensors)]
+def fields_of(each: StepTensors | LoraBatch) -> list[object]:
+    return [getattr(each, field.name) for field in dataclasses.fields(each)]
 
 
 def eager_and_recorded_are_the_same(model: Path, oracle: Oracle) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hybridserve.core.slabs import IntegrityError
-from tests.graph_mutations import GRAPH_MUTATIONS, adapters_are_ignored
+from tests.graph_mutations import ADAPTER_MUTATIONS, GRAPH_MUTATIONS
 from tests.harness.adapter_engine import Oracles
 from tests.harness.adapters import Kit
 from tests.harness.recorder import GraphGuarded, bounded  # noqa: F401 - a fixture
@@ -55,14 +55,20 @@ def oracles(kit: Kit) -> Oracles:
     return Oracles(kit)
 
 
-def test_l014_adapters_are_not_replayed(kit: Kit, oracles: Oracles) -> None:
-    graph_recipes.l014_adapters_are_not_replayed(kit, oracles)
+def test_l014_adapters_come_and_go(kit: Kit, oracles: Oracles) -> None:
+    graph_recipes.l014_adapters_come_and_go(kit, oracles)
 
 
-def test_l014_sees_its_fault(kit: Kit, oracles: Oracles, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapters_are_ignored(monkeypatch)
+@pytest.mark.parametrize("mutate", ADAPTER_MUTATIONS, ids=lambda each: each.__name__)
+def test_l014_sees_its_fault(
+    mutate: Callable[[pytest.MonkeyPatch], None],
+    kit: Kit,
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        graph_recipes.l014_adapters_are_not_replayed(kit, oracles)
+        graph_recipes.l014_adapters_come_and_go(kit, oracles)
 
 
 @pytest.mark.slow

@@ -39,14 +39,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 def batch_of(slots: Sequence[int]) -> LoraBatch:
     """One row a slot."""
-    count = len(slots)
-    batch = make_batch(
-        np.array(slots, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-        np.arange(count + 1),
-        np.zeros(count, dtype=np.int64),
-        torch.device("cpu"),
-    )
+    batch = make_batch(np.array(slots, dtype=np.int64), torch.from_numpy)
     assert batch is not None
     return batch
 

@@ -3,11 +3,17 @@ have."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
 import pytest
 import torch
 
 from hybridserve.kernels.lora import Triton, triton_backend
+from hybridserve.kernels.lora.interface import LoraPair, LoraTable, Room
 from hybridserve.kernels.registry import Capabilities
+from hybridserve.lora.batch import RecordedBatch
 from tests.harness.triton_interpreter import poisoned, require_triton  # noqa: F401
 from tests.kernels import test_lora as shared
 from tests.kernels.test_lora import (  # noqa: F401 - collected again, with this module's fixtures
@@ -32,6 +38,9 @@ from tests.kernels.test_lora import (  # noqa: F401 - collected again, with this
     test_rank_activations_are_not_rounded,
     test_scale_meets_the_accumulator_in_float32,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 require_triton()
 
@@ -104,11 +113,102 @@ def test_l014_a_table_stays_where_it_is(backend: Triton) -> None:
     table = make_table(20, (12,), torch.float32)
     x, y = random(0, 2, 20), random(1, 2, 12)
     check(backend, table, [1, 2], x, y)
-    before = table.derived["triton"].entries.data_ptr()
+    before = table.derived["triton"].sizes.entries.data_ptr()
     table.clear(1)
     table.put(2, (make_pair(5, 9, 20, 12),))
     check(backend, table, [1, 2], x, y)
-    assert table.derived["triton"].entries.data_ptr() == before
+    assert table.derived["triton"].sizes.entries.data_ptr() == before
+
+
+def recorded_batch(size: int, num_slots: int) -> RecordedBatch:
+    return RecordedBatch(
+        torch.zeros(RecordedBatch.num_words(size, num_slots), dtype=torch.int64), size, num_slots
+    )
+
+
+def load(recorded: RecordedBatch, slots: Sequence[int]) -> None:
+    recorded.load(torch.from_numpy(recorded.describe(np.array(slots, dtype=np.int64))))
+
+
+def test_l014_a_recorded_step_adds_what_any_step_adds(backend: Triton) -> None:
+    """To the bit, for all the room that there is: adapters that come later, of other ranks and slices; fewer
+    rows and more. Nothing of the table is looked at when it is run, and its memory stays where it is."""
+    table = LoraTable(4)
+    table.room = Room(3, 40, 64, torch.float32)
+    recorded = recorded_batch(8, 4)
+    backend.write(table, torch.device("cpu"))
+    entries = table.derived["triton"].recorded.entries
+    place = entries.data_ptr()
+    first = make_pair(1, 8, 20, 12)
+    contents = [
+        {1: (first,)},
+        {1: (first,), 3: (make_pair(2, 64, 20, 9, bias=True), make_pair(3, 5, 20, 7, start=9))},
+        {
+            2: tuple(make_pair(5 + i, 3, 20, 4, start=4 * i) for i in range(3)),
+            3: (make_pair(4, 16, 20, 16, gain=True),),
+        },
+    ]
+    for content in contents:
+        for slot in range(1, 5):
+            table.clear(slot)
+        for slot, pairs in content.items():
+            table.put(slot, pairs)
+        backend.write(table, torch.device("cpu"))
+        version, table.version = table.version, -5  # nobody may want to know
+        for slots in ([1, 3, 0, 2, 3, 3, 1, 0], [3], [0, 2, 0, 1], [4, 4]):
+            load(recorded, slots)
+            x, y = random(0, 8, 20), random(1, 8, 40)
+            got = y.clone()
+            backend.add(got, x, table, recorded.batch)
+            table.version = version
+            expected = y.clone()
+            backend.add(expected, x, table, batch_of([*slots, *[0] * (8 - len(slots))]))
+            table.version = -5
+            assert torch.equal(got, expected)
+        table.version = version
+    assert table.derived["triton"].recorded.entries is entries
+    assert entries.data_ptr() == place
+
+
+def test_l014_recorded_experts_and_embeddings(backend: Triton) -> None:
+    plain, table = expert_table(24, 15, torch.float32), expert_table(24, 15, torch.float32)
+    table.room, table.derived = Room(2, 30, 64, torch.float32), {}
+    words, of_words = LoraTable(7), LoraTable(7)
+    of_words.room = Room(1, 12, 64, torch.float32)
+    for slot, rank in ((1, 64), (2, 3)):
+        for each in (words, of_words):
+            each.put(slot, (LoraPair(random(slot, 30, rank), random(9, rank, 12), 0.7, gain=random(8, 12)),))
+    for each in (table, of_words):
+        backend.write(each, torch.device("cpu"))
+    recorded = recorded_batch(6, 7)
+    for slots in ([1, 2, 0, 3, 1, 4], [2, 2, 2], [0, 0, 0, 6]):
+        load(recorded, slots)
+        groups = groups_of(6)
+        padded = batch_of([*slots, *[0] * (6 - len(slots))])
+        x, y = random(0, 6, 24), random(1, len(groups.tokens), 15)
+        got, expected = y.clone(), y.clone()
+        backend.add_experts(got, x, groups.tokens, table, recorded.batch, groups)
+        backend.add_experts(expected, x, groups.tokens, plain, padded, groups)
+        assert torch.equal(got, expected)
+        ids, y = torch.tensor([3, 29, -1, 0, 7, 7]), random(2, 6, 12)
+        got, expected = y.clone(), y.clone()
+        backend.add_embedding(got, ids, of_words, recorded.batch)
+        backend.add_embedding(expected, ids, words, padded)
+        assert torch.equal(got, expected)
+
+
+def test_what_there_is_no_room_for_is_refused() -> None:
+    table = LoraTable(1)
+    table.room = Room(1, 12, 8, torch.float32)
+    table.put(1, (make_pair(1, 8, 20, 12),))
+    for pairs in (
+        (make_pair(1, 9, 20, 12),),
+        (make_pair(1, 8, 20, 13),),
+        (make_pair(1, 8, 20, 4), make_pair(2, 8, 20, 4, start=4)),
+        (replace(make_pair(1, 8, 20, 12), A=random(0, 161)[1:].view(8, 20)),),
+    ):
+        with pytest.raises(ValueError, match=r"room|multiples"):
+            table.put(1, pairs)
 
 
 def test_chunks_without_rows_are_padding(backend: Triton) -> None:

@@ -84,9 +84,7 @@ def linear(x: torch.Tensor, name: str, weights: Weights, change: ModuleDelta | N
 
 
 def batch() -> LoraBatch:
-    count = len(SLOTS)
-    zeros = np.zeros(count, dtype=np.int64)
-    made = make_batch(np.array(SLOTS), zeros, np.arange(count + 1), zeros, torch.device("cpu"))
+    made = make_batch(np.array(SLOTS), torch.from_numpy)
     assert made is not None
     return made
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBatch, Segment
-from hybridserve.lora.batch import make_batch, select
+from hybridserve.lora.batch import RecordedBatch, make_batch, rows_with_adapters, select
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-CPU = torch.device("cpu")
 
 
 def describe(
@@ -24,11 +22,13 @@ def describe(
     begins = begins or [0] * len(slots)
     positions = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
     batch = make_batch(
-        np.array(slots, dtype=np.int64),
-        np.array(starts, dtype=np.int64),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.array(positions, dtype=np.int64),
-        CPU,
+        rows_with_adapters(
+            np.array(slots, dtype=np.int64),
+            np.array(starts, dtype=np.int64),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.array(positions, dtype=np.int64),
+        ),
+        torch.from_numpy,
     )
     row_slots = [
         slot if begin + i >= start else 0
@@ -116,14 +116,44 @@ def test_selected_rows_in_the_order_given(seed: int) -> None:
     batch, row_slots = describe(slots.tolist(), [5, 1, 1, 9, 2, 1], [0] * 6)
     for size in (0, 1, 4, 30):
         rows = rng.integers(0, len(row_slots), size)
-        check(select(batch, rows), [row_slots[row] for row in rows])
-    assert select(None, np.array([0, 3])) is None
+        check(select(batch, rows, torch.from_numpy), [row_slots[row] for row in rows])
+    assert select(None, np.array([0, 3]), torch.from_numpy) is None
 
 
 def test_the_callers_arrays_are_not_kept() -> None:
     """A step's arrays may be written again while a batch is still in use."""
     slots, query_start = np.array([1, 2]), np.array([0, 1, 2])
-    batch = make_batch(slots, np.zeros(2, dtype=np.int64), query_start, np.zeros(2, dtype=np.int64), CPU)
+    zeros = np.zeros(2, dtype=np.int64)
+    batch = make_batch(rows_with_adapters(slots, zeros, query_start, zeros), torch.from_numpy)
     assert batch is not None
     slots[:] = 7
     assert batch.row_slots.tolist() == batch.host_row_slots.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("num_slots", [1, 4, 40])
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 70])
+def test_l014_a_recorded_batch_is_loaded_where_it_is(size: int, num_slots: int) -> None:
+    """Row counts go up and down and adapters change, some steps have none; the tensors stay the same ones,
+    and nothing of an earlier step is left in what a smaller one doesn't fill."""
+    rng = np.random.default_rng(size)
+    memory = torch.full((RecordedBatch.num_words(size, num_slots) + 3,), -1)
+    recorded = RecordedBatch(memory, size, num_slots)
+    batch = recorded.batch
+    places = [each.data_ptr() for each in (batch.row_slots, batch.rows, batch.chunks)]
+    assert all(place % 16 == memory.data_ptr() % 16 for place in places)
+    for num_rows in [size, *rng.integers(1, size + 1, 20).tolist(), size]:
+        row_slots = rng.integers(0, num_slots + 1, num_rows) * (rng.random() < 0.8)
+        if rng.random() < 0.3:
+            row_slots = np.full(num_rows, rng.integers(1, num_slots + 1))  # the longest segment
+        recorded.load(torch.from_numpy(recorded.describe(row_slots)))
+        assert batch.row_slots.tolist() == [*row_slots.tolist(), *[0] * (size - num_rows)]
+        covered = []
+        for slot, start, count in batch.chunks.tolist():
+            rows = batch.rows[start : start + count].tolist()
+            assert slot or not rows
+            assert len(rows) == count <= CHUNK_ROWS
+            assert {int(row_slots[row]) for row in rows} <= {slot}
+            covered += rows
+        assert sorted(covered) == np.flatnonzero(row_slots).tolist()
+    assert places == [each.data_ptr() for each in (batch.row_slots, batch.rows, batch.chunks)]
+    assert memory[-3:].tolist() == [-1] * 3

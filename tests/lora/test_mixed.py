@@ -200,23 +200,19 @@ def test_l012_prompt_logprobs_in_pieces_with_adapters_on_the_head(
 
 def wrong_order(patch: pytest.MonkeyPatch) -> None:
     """Rows take the adapters of their neighbours."""
-    plain = models.make_batch
-    patch.setattr(models, "make_batch", lambda slots, *rest: plain(np.roll(slots, 1), *rest))
+    plain = models.rows_with_adapters
+    patch.setattr(models, "rows_with_adapters", lambda slots, *rest: plain(np.roll(slots, 1), *rest))
 
 
 def wrong_row(patch: pytest.MonkeyPatch) -> None:
     """A chunk's rows are counted as if every sequence had one."""
-    plain = models.make_batch
+    plain = models.rows_with_adapters
 
-    def make(slots, starts, query_start, positions, device):
-        batch = plain(slots, starts, query_start, positions, device)
-        if batch is None:
-            return None
-        row_slots = np.resize(slots, len(positions))
-        zeros = np.zeros_like(row_slots)
-        return plain(row_slots, zeros, np.arange(len(positions) + 1), zeros, device)
+    def rows(slots, starts, query_start, positions):
+        row_slots = plain(slots, starts, query_start, positions)
+        return None if row_slots is None else np.resize(slots, len(positions))
 
-    patch.setattr(models, "make_batch", make)
+    patch.setattr(models, "rows_with_adapters", rows)
 
 
 def without_scale(patch: pytest.MonkeyPatch) -> None:

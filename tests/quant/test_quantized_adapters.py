@@ -127,9 +127,7 @@ def one_adapter(num_rows: int) -> Any:
 
     from hybridserve.lora.batch import make_batch
 
-    return make_batch(
-        np.array([1]), np.array([0]), np.array([0, num_rows]), np.arange(num_rows), torch.device("cpu")
-    )
+    return make_batch(np.ones(num_rows, dtype=np.int64), torch.from_numpy)
 
 
 @pytest.mark.parametrize("format_name", ["int8", "int8-w8a8", "bnb-nf4"])
