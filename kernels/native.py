@@ -135,7 +135,7 @@ def open_libraries(wanted: Iterable[Path]) -> dict[Path, ctypes.CDLL | str]:
 def noting(note: Callable[[Callable[..., None], tuple[Any, ...]], None]) -> Iterator[None]:
     """Every call of a loaded library's function is noted, with its arguments, after it was made; by whatever
     thread. One at a time: others wait."""
-    functions = [
+    functions: list[Any] = [
         function
         for library in _known().values()
         if not isinstance(library, str)

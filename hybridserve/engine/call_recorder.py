@@ -10,13 +10,13 @@ Knows how calls are noted and memory is reused; knows no layer.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hybridserve.engine.graphs import Recorder
 from hybridserve.kernels import native
@@ -31,9 +31,14 @@ _UNINITIALIZED = (
     _aten.new_empty.default,
     _aten.empty_strided.default,
 )
-_READS_BACK = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default, _aten.equal.default)
+_READS_BACK = (
+    _aten._local_scalar_dense.default,
+    _aten.item.default,
+    _aten.is_nonzero.default,
+    _aten.equal.default,
+)
 _ALIGNMENT = 64
-_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 class CallRecorder(Recorder):
@@ -67,23 +72,26 @@ class CallRecorder(Recorder):
         """Of what recordings allocate."""
         return self._pool.num_bytes
 
-    def poison(self) -> None:
-        """Overwrite all that replays left in the pool; for tests."""
+    def clear(self) -> None:
         for block in self._pool.blocks:
-            block.memory.fill_(0xFF)
+            block.memory.zero_()
 
 
-@dataclass(slots=True)
 class _Block:
-    memory: torch.Tensor  # [n] uint8
-    num_kept: int = 0
-    """Of tensors that point into it, those that recorded calls hold."""
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._kept: list[weakref.ref[torch.Tensor]] = []
+
+    def keep(self, alias: torch.Tensor) -> None:
+        """A recorded call holds this tensor of it, as long as there is the recording."""
+        self._kept.append(weakref.ref(alias))
 
     @property
     def is_free(self) -> bool:
         """Whether nobody who might still read it holds a tensor of it: the step that is being recorded frees
         what it no longer needs, as it does when it runs."""
-        return _uses(self.memory.untyped_storage()._cdata) == _IDLE_USES + self.num_kept
+        self._kept = [each for each in self._kept if each() is not None]
+        return _uses(self.memory.untyped_storage()._cdata) == _IDLE_USES + len(self._kept)
 
 
 _IDLE_USES = 2
@@ -112,26 +120,28 @@ class _Pool:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias that a recorded call may hold for good."""
+        block = self._by_address.get(_address(tensor))
+        if block is None:
+            return tensor
         alias = tensor.detach()
-        if (block := self._by_address.get(tensor.untyped_storage().data_ptr())) is not None:
-            block.num_kept += 1
+        block.keep(alias)
         return alias
 
     def _take(self, num_bytes: int) -> _Block:
         fitting = [block for block in self.blocks if block.memory.numel() >= num_bytes and block.is_free]
         if fitting:
             return min(fitting, key=lambda block: block.memory.numel())
-        block = _Block(torch.empty(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8))
+        block = _Block(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT)
         self.blocks.append(block)
-        self._by_address[block.memory.untyped_storage().data_ptr()] = block
+        self._by_address[_address(block.memory)] = block
         return block
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch, in this thread."""
 
     def __init__(self, calls: list[Callable[[], Any]], pool: _Pool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
         self._pool = pool
 
@@ -147,14 +157,19 @@ class _Mode(TorchDispatchMode):
         if func._schema.is_mutable:
             self._calls.append(partial(func, *self._kept(args), **self._kept(kwargs)))
             return result
-        known = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        given = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         outputs, spec = tree_flatten(result)
-        if all(not isinstance(each, torch.Tensor) or _address(each) in known for each in outputs):
+        if all(not isinstance(each, torch.Tensor) or _address(each) in given for each in outputs):
             return result  # views
         return self._into_pool(func, args, kwargs, outputs, spec)
 
     def _into_pool(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[torch.Tensor], spec: Any
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Sequence[torch.Tensor],
+        spec: Any,
     ) -> Any:
         """Has the operation write its results into the pool, now and whenever it is repeated."""
         places = [self._pool.like(each) for each in outputs]
@@ -167,13 +182,15 @@ class _Mode(TorchDispatchMode):
             self._calls.append(partial(writing, *args, **kwargs, **dict(zip(names, targets, strict=True))))
         else:
             self._calls.append(partial(_repeat, func, args, kwargs, targets))
-        return spec.unflatten(places) if hasattr(spec, "unflatten") else places[0]
+        return tree_unflatten(places, spec)
 
     def _kept(self, arguments: Any) -> Any:
         return tree_map_only(torch.Tensor, self._pool.keep, arguments)
 
 
-def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor]) -> None:
+def _repeat(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Sequence[torch.Tensor]
+) -> None:
     for target, output in zip(targets, tree_leaves(func(*args, **kwargs)), strict=True):
         target.copy_(output)
 
@@ -194,4 +211,5 @@ def _overloads(packet: Any) -> Iterator[Any]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Of its storage; 0 for an opaque one, such as a weight that oneDNN has packed."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
 
 LARGEST_SIZE = 256
+LARGEST_CPU_SIZE = 32
+"""Beyond it, kernels take many times as long as the Python around them."""
+
 SIZE_STEP = 8
 ADAPTER_SIZE_STEP = 32
 """Where a step has adapters: there are fewer sizes, as every recording costs time at start-up and memory."""
@@ -69,6 +72,9 @@ class GraphPlan:
     """Adapters that a step may have."""
     adapter_reason: str = ""
     """Why there may be adapters, and steps with them are not recorded."""
+    on_demand: bool = False
+    """Whether only what steps turn out to need is recorded: on a CPU, which computes rows that nobody needs
+    for nothing, so that there is a size for every number of sequences."""
 
     @property
     def num_recordings(self) -> int:
@@ -87,6 +93,12 @@ class GraphPlan:
         if not self.sizes:
             return "graphs", f"none ({self.reason})"
         why = f" ({self.reason})" if self.reason else ""
+        if self.on_demand:
+            adapters = f"; none with adapters ({self.adapter_reason})" if self.adapter_reason else ""
+            return (
+                "graphs",
+                f"decode steps of up to {self.sizes[-1]} sequences, once they come often{why}{adapters}",
+            )
         adapters = ""
         if self.adapter_sizes:
             adapters = f"; with adapters, {len(self.adapter_sizes)} sizes"
@@ -106,6 +118,8 @@ def plan_graphs(
     obstacle: str | None,
     num_adapter_slots: int = 0,
     adapter_obstacle: str | None = None,
+    *,
+    on_cpu: bool = False,
 ) -> GraphPlan:
     """The obstacles: why nothing can be recorded, or no step with adapters, if so; `num_adapter_slots` is 0
     where there are none. ValueError where it has to be."""
@@ -119,13 +133,15 @@ def plan_graphs(
     num_seqs = config.scheduler.max_num_seqs
     room = layout.max_sequences(1)
     reason = ""
-    if room < min(num_seqs, LARGEST_SIZE):
+    if room < min(num_seqs, LARGEST_CPU_SIZE if on_cpu else LARGEST_SIZE):
         reason = f"max_num_seqs is {num_seqs}, but memory holds {room}"
-    lengths = graph_lengths(max_model_len) if layout.blocks_per_slab else (max_model_len,)
-    plan = GraphPlan(graph_sizes(min(num_seqs, room)), lengths, reason)
+    num_seqs = min(num_seqs, room)
+    lengths = graph_lengths(max_model_len) if layout.blocks_per_slab and not on_cpu else (max_model_len,)
+    sizes = tuple(range(1, min(num_seqs, LARGEST_CPU_SIZE) + 1)) if on_cpu else graph_sizes(num_seqs)
+    plan = GraphPlan(sizes, lengths, reason, on_demand=on_cpu)
     if not num_adapter_slots:
         return plan
     if adapter_obstacle is not None:
         return replace(plan, adapter_reason=adapter_obstacle)
-    sizes = adapter_graph_sizes(min(num_seqs, room))
+    sizes = sizes if on_cpu else adapter_graph_sizes(num_seqs)
     return replace(plan, adapter_sizes=sizes, num_adapter_slots=num_adapter_slots)

@@ -12,9 +12,11 @@ Knows arrays and buffers; how something is recorded is a `Recorder`'s to know, w
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 _cuda: Any = torch.cuda
 """Much of it has no types."""
 
+logger = logging.getLogger("hybridserve")
+
+SEEN_BEFORE = 4
+"""Steps that run call by call before one like them is recorded on demand: to record and to check it takes as long
+as a few."""
+
 COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 """Of a step, a number a row; `has_state` follows them."""
 
@@ -43,10 +51,18 @@ COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 class Recorder(ABC):
     """Records what is called, with the addresses that it reads and writes."""
 
+    ahead: ClassVar[bool] = True
+    """Whether all that may be replayed is recorded before the first step; else what steps turn out to need is,
+    and it is seen to that a replay computes the same."""
+
     @abstractmethod
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         """What runs it again, for as long as the caller keeps it. What it allocates lies in memory that all
         recordings of a recorder share."""
+
+    def clear(self) -> None:
+        """Leave nothing in that memory of what was computed."""
+        raise NotImplementedError
 
 
 class CUDARecorder(Recorder):
@@ -128,6 +144,16 @@ class DecodeGraph:
         self.run()
         return self.logits
 
+    def check(self, clear: Callable[[], None]) -> None:
+        """RuntimeError where a replay does not compute, from nothing, what was computed as it was recorded."""
+        assert self.logits is not None
+        expected = self.logits.clone()
+        clear()
+        self.logits.zero_()
+        self.run()
+        if not torch.equal(expected, self.logits):
+            raise RuntimeError(f"a step of {self.size} sequences, repeated, had other logits")
+
 
 class _HostColumns(NamedTuple):
     whole: np.ndarray  # [n] int64
@@ -153,6 +179,19 @@ def _padding_rows(size: int) -> _HostColumns:
     return _HostColumns(whole, numbers, whole[len(COLUMNS) * stride :].view(np.bool_)[:size])
 
 
+class _Key(NamedTuple):
+    has_adapters: bool
+    size: int
+    length: int
+
+
+@dataclass(slots=True)
+class _OnDemand:
+    recorder: Recorder
+    recordable: Recordable
+    num_seen: Counter[_Key] = field(default_factory=Counter)
+
+
 class DecodeGraphs:
     """All recordings of a rank, over the same buffers: only one of them runs at a time."""
 
@@ -160,8 +199,8 @@ class DecodeGraphs:
         """`block_size`: None where no layer has blocks."""
         self.plan = plan
         self._device = device
-        self._graphs: dict[tuple[bool, int, int], DecodeGraph] = {}
-        """By whether there are adapters, number of sequences, and length."""
+        self._graphs: dict[_Key, DecodeGraph] = {}
+        self._on_demand: _OnDemand | None = None
         self._columns = torch.zeros(_num_words(plan.sizes[-1]), dtype=torch.int64, device=device)
         width = 0 if block_size is None else -(-plan.lengths[-1] // block_size)
         self._block_table = torch.zeros(plan.sizes[-1], width, dtype=torch.int64, device=device)
@@ -174,14 +213,17 @@ class DecodeGraphs:
 
     def record(self, recorder: Recorder, recordable: Recordable) -> None:
         """The largest come first, and those with adapters before those without: the others find room in their
-        memory."""
+        memory. A recorder that does not record ahead is asked by `find`."""
+        if not recorder.ahead:
+            self._on_demand = _OnDemand(recorder, recordable)
+            return
         largest = recordable(self._tensors(self.plan.sizes[-1], self.plan.lengths[0]), None)()
         self.logits = None if largest is None else torch.empty_like(largest)
         for has_adapters, sizes in ((True, self.plan.adapter_sizes), (False, self.plan.sizes)):
             for size in reversed(sizes):
                 for length in reversed(self.plan.lengths_of(size)):
-                    graph = self._record(has_adapters, size, length, recorder, recordable)
-                    self._graphs[has_adapters, size, length] = graph
+                    key = _Key(has_adapters, size, length)
+                    self._graphs[key] = self._record(key, recorder, recordable)
 
     def find(self, step: StepInput, row_slots: np.ndarray | None) -> DecodeGraph | None:
         """The smallest recording that the step fits into, of those with adapters where a row has one
@@ -201,11 +243,42 @@ class DecodeGraphs:
             return None
         longest = int(step.seq_lens.max())
         length = next((each for each in self.plan.lengths_of(size) if each >= longest), None)
-        return None if length is None else self._graphs[has_adapters, size, length]
+        if length is None:
+            return None
+        key = _Key(has_adapters, size, length)
+        graph = self._graphs.get(key)
+        return self._once_it_pays(key) if graph is None else graph
 
-    def _record(
-        self, has_adapters: bool, size: int, length: int, recorder: Recorder, recordable: Recordable
-    ) -> DecodeGraph:
+    def forget_adapters(self) -> None:
+        """One has come or gone. Those that were recorded ahead have room for it; others hold its addresses."""
+        if self._on_demand is not None:
+            for key in [key for key in self._graphs if key.has_adapters]:
+                del self._graphs[key]
+                del self._on_demand.num_seen[key]
+
+    def _once_it_pays(self, key: _Key) -> DecodeGraph | None:
+        """Records what was wanted often enough, if it is then the same."""
+        if (demand := self._on_demand) is None:
+            return None
+        demand.num_seen[key] += 1
+        if demand.num_seen[key] <= SEEN_BEFORE:
+            return None
+        if self.logits is None:
+            one = demand.recordable(self._tensors(1, key.length), None)()
+            assert one is not None, "steps of several ranks are recorded ahead"
+            self.logits = one.new_empty(self.plan.sizes[-1], one.shape[1])
+        try:
+            graph = self._record(key, demand.recorder, demand.recordable)
+            graph.check(demand.recorder.clear)
+        except RuntimeError as error:
+            logger.warning("decode steps are not recorded, but run call by call: %s", error)
+            self._on_demand = None
+            return None
+        self._graphs[key] = graph
+        return graph
+
+    def _record(self, key: _Key, recorder: Recorder, recordable: Recordable) -> DecodeGraph:
+        has_adapters, size, length = key
         tensors = self._tensors(size, length)
         adapters = RecordedBatch(self._adapters, size, self.plan.num_adapter_slots) if has_adapters else None
         forward = recordable(tensors, None if adapters is None else adapters.batch)

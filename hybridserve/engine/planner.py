@@ -144,6 +144,7 @@ def plan_model(
         _why_no_graphs(hardware, parallel, backends),
         config.lora.max_loaded if has_lora else 0,
         _why_not_recorded(hardware, backends, ["lora"]),
+        on_cpu=hardware.device == "cpu",
     )
     costs = [_cost(context, mine) for context, mine in zip(contexts, layouts, strict=True)]
     return EnginePlan(
@@ -362,8 +363,8 @@ def _why_no_graphs(
     hardware: Hardware, parallel: ParallelPlan, backends: Mapping[str, BackendChoice]
 ) -> str | None:
     """None where decode steps can be recorded, or, elsewhere, could be with backends that are made for it."""
-    if hardware.device == "cpu":
-        return "a CPU takes calls as they come"
+    if hardware.device == "cpu" and parallel.ranks > 1:
+        return "ranks on CPUs wait for each other between two calls"
     if parallel.pipeline > 1:
         return "stages of a pipeline wait for each other"
     if parallel.expert:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hybridserve.engine.arena import Arena, HostArena
+from hybridserve.engine.call_recorder import CallRecorder
 from hybridserve.engine.gpus import rank_device
 from hybridserve.engine.graphs import CUDARecorder
 from hybridserve.engine.model_runner import ModelRunner
@@ -65,11 +66,13 @@ class Worker:
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed
         self._adapters: dict[int, tuple[int, PlacedAdapter]] = {}
         if plan.graphs.sizes:
-            self.record_graphs(plan.graphs, CUDARecorder(context.device))
+            self.record_graphs(
+                plan.graphs, CUDARecorder(context.device) if context.device.type == "cuda" else CallRecorder()
+            )
 
     def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
         """Before there are any adapters: those that come later find room in what is recorded."""
-        if plan.adapter_sizes:
+        if plan.adapter_sizes and recorder.ahead:
             assert self._context.lora is not None
             self._context.lora.reserve(self._max_rank, self._context.dtype)
             self._context.lora.write(self._context.device)
@@ -120,8 +123,15 @@ class Worker:
             raise RuntimeError(f"adapter slot {slot} was not cleared before it was given to another adapter")
         remove(slot, self._context.lora.tables)
         placed.install(slot)
-        self._context.lora.write(self._context.device)
+        self._adapters_changed()
         self._adapters[slot] = (generation, placed)
+
+    def _adapters_changed(self) -> None:
+        """Before a step runs that reads what was recorded."""
+        assert self._context.lora is not None
+        self._context.lora.write(self._context.device)
+        if self.runner.graphs is not None:
+            self.runner.graphs.forget_adapters()
 
     def clear_adapter(self, slot: int) -> None:
         """Nothing is left in the slot, nor, where integrity is checked, in the memory that it had."""
@@ -130,6 +140,6 @@ class Worker:
             return
         assert self._context.lora is not None
         remove(slot, self._context.lora.tables)
-        self._context.lora.write(self._context.device)
+        self._adapters_changed()
         if self._poison_freed:
             held[1].poison()

@@ -39,6 +39,7 @@ class Native(AttentionBackend):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

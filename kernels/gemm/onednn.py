@@ -34,6 +34,7 @@ class OneDNN(GemmBackend):
     """A packed weight is opaque; one that was not packed is multiplied as it is."""
 
     name = "onednn"
+    can_be_recorded = True
     rounding = Native.rounding
 
     @classmethod

@@ -125,7 +125,7 @@ class LoraTable:
     def concerns(self, batch: LoraBatch) -> bool:
         """Whether any adapter of the batch has pairs here, or may have some when a recorded step is run."""
         if batch.is_recorded:
-            return self.room is not None
+            return self.room is not None or bool(self._used)
         return not self._used.isdisjoint(batch.slots)
 
     def put(self, slot: int, pairs: tuple[LoraPair, ...], group: int = 0) -> None:

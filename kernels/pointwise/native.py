@@ -37,6 +37,7 @@ class Native(TorchNative):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
+    can_be_recorded = True
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
