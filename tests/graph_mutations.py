@@ -8,19 +8,20 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from hybridserve.engine import graphs
 from hybridserve.engine.graph_plan import LARGEST_SIZE, graph_sizes
 from hybridserve.engine.graphs import DecodeGraph, DecodeGraphs
+from hybridserve.engine.worker import Worker
+from hybridserve.layers.lora import LoraRegistry
 from hybridserve.lora.batch import RecordedBatch
 from tests.harness import engine as harness
 from tests.mutations import MUTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
 
 MAX_LOADED = 2
@@ -153,12 +154,25 @@ def chunks_of_an_earlier_step_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordedBatch, "describe", describe)
 
 
+def tables_are_not_written(patch: pytest.MonkeyPatch) -> None:
+    """When an adapter has come or gone: kernel by kernel, each call would look."""
+    plain = Worker.place_adapter
+
+    def place(self: Worker, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(LoraRegistry, "write", lambda self, device: None)
+            plain(self, *arguments)
+
+    patch.setattr(Worker, "place_adapter", place)
+
+
 ADAPTER_MUTATIONS = (
     adapters_are_ignored,
     padding_keeps_its_adapters,
     adapters_come_a_step_late,
     adapters_are_fresh_tensors,
     chunks_of_an_earlier_step_stay,
+    tables_are_not_written,
 )
 """Of the recipe about adapters."""
 

@@ -162,7 +162,7 @@ def test_draws_that_a_rank_does_not_hear_of_are_seen(kit: Kit) -> None:
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("raise", "ZeroDivisionError: a fault of this test"), ("exit", "exited with status 17")],
+    [("raise", "ZeroDivisionError: a fault of this test"), ("exit", "ended with status 17")],
 )
 def test_a_rank_that_fails(fault: str, reason: str, sizes: tuple[int, int], kit: Kit) -> None:
     """Both steps are lost, and all that had begun."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hybridserve.engine.graphs import DecodeGraphs
     from hybridserve.engine.input_builder import StepInput
     from hybridserve.engine.step_tensors import StepTensors
-    from hybridserve.kernels.lora.interface import LoraBatch
+    from hybridserve.kernels.lora.interface import LoraBatch, LoraTable
     from tests.harness.adapter_engine import Oracles
     from tests.harness.adapters import Kit
     from tests.harness.engine import Oracle
@@ -171,7 +171,15 @@ def l014_adapters_come_and_go(kit: Kit, oracles: Oracles) -> None:
     @torch.inference_mode()
     def spoil(step: StepInput) -> None:
         graphs._adapters.fill_(1)
+        for table in registry.tables:
+            assert written[table] == table.version, "a recording would read a table as it was"
 
+    def write(table: LoraTable, device: torch.device) -> None:
+        written[table] = table.version
+
+    registry, written = engine.executor.worker._context.lora, {}
+    registry.backend.write = write
+    registry.write(torch.device("cpu"))
     record = engine.executor.on_executed
     engine.executor.on_execute = spoil
     engine.executor.on_executed = lambda step: (record(step), look(step))[0]
