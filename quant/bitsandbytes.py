@@ -31,6 +31,8 @@ BLOCK = 64
 class BnbFormat(ScaledFormat):
     """Codes and scales as `ScaledFormat` has them; what differs is that a product dequantizes."""
 
+    can_be_recorded: ClassVar[bool] = False  # which experts are used is asked of the device
+
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:
         if importlib.util.find_spec("bitsandbytes") is None:

@@ -48,6 +48,8 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     inputs_together: ClassVar[int] = 1
     """Inputs of a row that share a scale: ranks divide a row between them, never within."""
+    can_be_recorded: ClassVar[bool] = True
+    """As of a backend (kernels/registry.py)."""
 
     @classmethod
     def why_not(cls, capabilities: Capabilities) -> str | None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -31,12 +32,13 @@ _UNINITIALIZED = (
     _aten.new_empty.default,
     _aten.empty_strided.default,
 )
-_READS_BACK = (
+_READ_BACK = {
     _aten._local_scalar_dense.default,
     _aten.item.default,
     _aten.is_nonzero.default,
     _aten.equal.default,
-)
+}
+_READ_PAST_DISPATCH = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _ALIGNMENT = 64
 _uses: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -58,7 +60,7 @@ class CallRecorder(Recorder):
             if threading.get_ident() == thread:
                 calls.append(partial(function, *arguments))
 
-        with native.noting(note), _Mode(calls, self._pool):
+        with native.noting(note), _NoReads(), _Mode(calls, self._pool):
             call()
 
         def replay() -> None:
@@ -137,6 +139,17 @@ class _Pool:
         return block
 
 
+class _NoReads(TorchFunctionMode):
+    """Refuses what hands out content without an operation that torch dispatches."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READ_PAST_DISPATCH:
+            raise RuntimeError(f"the host reads what was computed ({func.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch, in this thread."""
 
@@ -149,8 +162,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_BACK:
-            raise RuntimeError(f"a step that reads back what it computes ({func}) can't be recorded")
+        if func in _READ_BACK:
+            raise RuntimeError(f"the host reads what was computed ({func})")
         result = func(*args, **kwargs)
         if func in _UNINITIALIZED:
             return self._pool.like(result)

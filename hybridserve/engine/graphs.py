@@ -41,8 +41,8 @@ _cuda: Any = torch.cuda
 logger = logging.getLogger("hybridserve")
 
 SEEN_BEFORE = 4
-"""Steps that run call by call before one like them is recorded on demand: to record and to check it takes as long
-as a few."""
+"""Steps that run call by call before one like them is recorded on demand: to record and to check it takes as
+long as a few."""
 
 COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 """Of a step, a number a row; `has_state` follows them."""
@@ -145,7 +145,7 @@ class DecodeGraph:
         return self.logits
 
     def check(self, clear: Callable[[], None]) -> None:
-        """RuntimeError where a replay does not compute, from nothing, what was computed as it was recorded."""
+        """RuntimeError where a replay, from nothing, does not compute what the recording did."""
         assert self.logits is not None
         expected = self.logits.clone()
         clear()
@@ -250,7 +250,7 @@ class DecodeGraphs:
         return self._once_it_pays(key) if graph is None else graph
 
     def forget_adapters(self) -> None:
-        """One has come or gone. Those that were recorded ahead have room for it; others hold its addresses."""
+        """One has come or gone. What was recorded ahead has room for it; the rest holds addresses."""
         if self._on_demand is not None:
             for key in [key for key in self._graphs if key.has_adapters]:
                 del self._graphs[key]

@@ -141,7 +141,7 @@ def plan_model(
         config,
         layout,
         max_model_len,
-        _why_no_graphs(hardware, parallel, backends),
+        _why_no_graphs(hardware, parallel, backends, contexts),
         config.lora.max_loaded if has_lora else 0,
         _why_not_recorded(hardware, backends, ["lora"]),
         on_cpu=hardware.device == "cpu",
@@ -360,15 +360,21 @@ def _device_budget(
 
 
 def _why_no_graphs(
-    hardware: Hardware, parallel: ParallelPlan, backends: Mapping[str, BackendChoice]
+    hardware: Hardware,
+    parallel: ParallelPlan,
+    backends: Mapping[str, BackendChoice],
+    contexts: Sequence[BuildContext],
 ) -> str | None:
     """None where decode steps can be recorded, or, elsewhere, could be with backends that are made for it."""
-    if hardware.device == "cpu" and parallel.ranks > 1:
+    if hardware.device == "cpu" and parallel.num_ranks > 1:
         return "ranks on CPUs wait for each other between two calls"
     if parallel.pipeline > 1:
         return "stages of a pipeline wait for each other"
     if parallel.expert:
         return "how many tokens a rank's experts have is asked of the device (parallel.expert)"
+    formats = {each for context in contexts for each in context.formats.formats.values()}
+    if unfit := sorted({each.name for each in formats if not each.can_be_recorded}):
+        return f"what {' and '.join(unfit)} computes depends on more than shapes"
     return _why_not_recorded(hardware, backends, [op for op in backends if op != "lora"])
 
 
