@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hybridserve.kernels.gemm.interface import ScaledWeight
+from hybridserve.kernels.huge_pages import advise
 from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ScaledFormat(WeightFormat):
         weights = {}
         for name, rows, columns in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
             shape = (num_experts, rows, columns)
-            weights[f"{name}.codes"] = torch.empty(shape, dtype=self.code_dtype, device=device)
+            weights[f"{name}.codes"] = advise(torch.empty(shape, dtype=self.code_dtype, device=device))
             weights[f"{name}.scales"] = torch.empty(shape[:2], dtype=torch.float32, device=device)
         return weights
 

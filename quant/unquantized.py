@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hybridserve.kernels.gemm.interface import ScaledWeight
+from hybridserve.kernels.huge_pages import advise
 from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class UnquantizedFormat(WeightFormat):
         self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ) -> Weights:
         return {
-            "gate_up": torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device),
-            "down": torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device),
+            "gate_up": advise(torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)),
+            "down": advise(torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)),
         }
 
     def load_expert(self, weights: Weights, expert: int, part: str, source: Source, shard: Shard) -> None:

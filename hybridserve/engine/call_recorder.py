@@ -1,8 +1,8 @@
 """Records what a decode step calls on a CPU, to call it again without the Python around it.
 
-In a small step the layers' Python takes longer than the kernels. What it comes to is a list of calls: of the C
-kernels, which take addresses and numbers, and of torch's operations. Both are noted while a step runs, and all
-that they allocate comes from a pool of memory that stays, so the list can be called again.
+In a small step the layers' Python takes longer than the kernels. What it comes to is a list of calls: of the
+C kernels, which take addresses and numbers, and of torch's operations. Both are noted while a step runs, and
+all that they allocate comes from a pool of memory that stays, so the list can be called again.
 
 Knows how calls are noted and memory is reused; knows no layer.
 """
@@ -101,8 +101,8 @@ _IDLE_USES = 2
 
 
 class _Pool:
-    """Memory for what recorded calls allocate. A block is given again once the step has let go of it: calls are
-    repeated in the order in which they were recorded, by one recording at a time."""
+    """Memory for what recorded calls allocate. A block is given again once the step has let go of it: calls
+    are repeated in the order in which they were recorded, by one recording at a time."""
 
     def __init__(self) -> None:
         self.blocks: list[_Block] = []

@@ -52,8 +52,8 @@ class Recorder(ABC):
     """Records what is called, with the addresses that it reads and writes."""
 
     ahead: ClassVar[bool] = True
-    """Whether all that may be replayed is recorded before the first step; else what steps turn out to need is,
-    and it is seen to that a replay computes the same."""
+    """Whether all that may be replayed is recorded before the first step; else what steps turn out to need
+    is, and it is seen to that a replay computes the same."""
 
     @abstractmethod
     def record(self, call: Callable[[], None]) -> Callable[[], None]:

@@ -7,19 +7,23 @@ A weight [.., out, in] becomes [.., out / P, in, P] or, for products of whole nu
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
+
+from hybridserve.kernels.huge_pages import WeightMemory
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights that are no codes."""
 
 
-class Panels(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Panels:
     """How a library lays weights out."""
 
     size: int
     """Outputs in a panel."""
+    memory: WeightMemory = field(default_factory=WeightMemory)
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> Panels:
@@ -34,10 +38,11 @@ class Panels(NamedTuple):
     def lay_out(self, weight: torch.Tensor, *, in_pairs: bool) -> torch.Tensor:
         """A projection is copied; experts, all of which may be large, are laid out in place, one by one."""
         if weight.dim() == 2:
-            return self._spread(weight, in_pairs)
+            place = self.memory.empty(self._shape(weight.shape, in_pairs), weight.dtype)
+            return place.copy_(self._spread(weight, in_pairs))
         weight = weight.contiguous()
         for expert in weight:
-            expert.view(-1).copy_(self._spread(expert, in_pairs).view(-1))
+            expert.view(-1).copy_(self._spread(expert, in_pairs).reshape(-1))
         return weight.view(*self._shape(weight.shape, in_pairs))
 
     def restore(self, laid_out: torch.Tensor, *, in_pairs: bool) -> torch.Tensor:
@@ -68,4 +73,4 @@ class Panels(NamedTuple):
             inputs = weight.reshape(num_panels, 2, self.size // 2, steps).transpose(1, 3)
         else:
             inputs = weight.reshape(num_panels, self.size, steps).transpose(1, 2)
-        return inputs.reshape(num_panels, steps, width).contiguous()
+        return inputs.reshape(num_panels, steps, width)
