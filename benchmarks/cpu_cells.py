@@ -89,10 +89,10 @@ def transformers(args: SimpleNamespace) -> dict[str, Any]:
 
 
 def where(args: SimpleNamespace) -> dict[str, Any]:
-    """Shares of a workload's time."""
+    """Shares of a workload's time; steps run call by call, for operators to be seen."""
     clock = Clock()
     clock.watch_all()
-    llm = load_engine(checkpoint(args), **options(args))
+    llm = load_engine(checkpoint(args), **options(args) | {"kernels.graphs": "never"})
     clock.seconds.clear()
     with Recorder(llm, clock) as recorder:
         seconds, _ = run_engine(llm, WORKLOADS[args.workload](0))

@@ -8,7 +8,7 @@
 - chat: 8 turns of 200 tokens, 64 generated in each. Tokens computed in each turn.
 - trace: five conversations that share a system prompt, some more lively than others. Hit rate with half the
   memory that all would take, against that of an oracle that forgets nothing.
-- swap: 8 prompts of 2,000 tokens, 48 generated; every third step one of those that run gives way. Output
+- swap: 4 prompts of 2,000 tokens, 48 generated; every third step one of those that run gives way. Output
   tokens/s where it is swapped against where it is computed again, with the cache off and on.
 
 Cache on and off (swap: swapped and computed again) take turns within a repeat, the first changing, so that
@@ -169,7 +169,7 @@ def trace(layout: CacheLayout, interval: int) -> dict[str, Any]:
     }
 
 
-def give_way(llm: LLM, repeat: int, *, num_prompts: int = 8, every: int = 3) -> float:
+def give_way(llm: LLM, repeat: int, *, num_prompts: int = 4, every: int = 3) -> float:
     """Output tokens/s. Who gives way has drawn a token since the last time, so that all come to an end."""
     rng = random.Random(7000 + repeat)
     core, count = llm._core, 48

@@ -273,6 +273,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             logger.warning("decode steps are not recorded, but run call by call: %s", error)
             self._on_demand = None
+            self._graphs.clear()  # nobody would say of these which adapters come and go
             return None
         self._graphs[key] = graph
         return graph
