@@ -66,7 +66,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
 
-BAMBA = "bamba-9b"
+BAMBA = "bamba-9b-d256"
+"""Bamba-9B with states as large as transformers has them by default; what was released has half of that."""
 
 HEADS = "attention-heads"
 
@@ -80,27 +81,15 @@ CASES = {
     "jamba-mini-fp8": Case("jamba-mini", 1, "fp8"),
     "jamba-3b-bf16": Case("jamba-3b", 1, "none"),
     "jamba-3b-fp32": Case("jamba-3b", 1, "none", torch.float32),
-    "bamba-9b-int8": Case(BAMBA, 1, "int8"),
-    "bamba-9b-fp32": Case(BAMBA, 1, "none", torch.float32),
+    "bamba-9b-bf16": Case("bamba-9b", 1, "none"),
+    "bamba-9b-d256-int8": Case(BAMBA, 1, "int8"),
+    "bamba-9b-d256-fp32": Case(BAMBA, 1, "none", torch.float32),
 }
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """That models have; each with a soft-cap, too."""
 
-BAMBA_SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_experts": 1,
-    "vocab_size": 128000,
-    "mamba_n_heads": 128,
-    "mamba_d_head": 64,
-    "mamba_d_state": 256,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-}
-"""As transformers has it by default."""
+BAMBA_SHAPE = json.loads((SHAPES / "bamba-9b.json").read_text()) | {"mamba_d_state": 256}
 
 
 def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -151,7 +140,7 @@ class Model:
         self.kv_heads = max(1, shape["num_key_value_heads"] // case.ranks)
         self.head_dim = self.hidden // shape["num_attention_heads"]
         self.inner = shape["intermediate_size"] // case.ranks
-        self.num_experts = shape["num_experts"]
+        self.num_experts = shape.get("num_experts", 1)
         self.vocab_size = shape["vocab_size"]
         self.mamba = None
         self.shape = shape
