@@ -37,7 +37,6 @@ _UNINITIALIZED = (
 _NOT_REPEATABLE = {
     torch.Tag.data_dependent_output: "the host reads what was computed",
     torch.Tag.dynamic_output_shape: "the shape of a result depends on what was computed",
-    torch.Tag.nondeterministic_seeded: "random numbers are drawn",
 }
 _READ_PAST_DISPATCH = {
     torch.Tensor.tolist,
