@@ -35,23 +35,22 @@ def advise(tensor: torch.Tensor) -> torch.Tensor:
 
 class WeightMemory:
     """Hands out memory of large blocks, one after the other: a weight alone may be smaller than a page. A
-    block lives as long as any tensor in it."""
+    block lives as long as any tensor in it; what has not been handed out takes a page at most."""
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._block: mmap.mmap | None = None
+        self._next = 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if num_bytes >= _BLOCK:
+        """Aligned to 64 bytes, with a storage of its own."""
+        count = torch.Size(shape).numel()
+        num_bytes = count * dtype.itemsize
+        if num_bytes >= _BLOCK or num_bytes == 0:
             return advise(torch.empty(shape, dtype=dtype))
-        taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if taken > len(self._rest):
-            self._rest = advise(_aligned(_BLOCK))
-        memory, self._rest = self._rest[:num_bytes], self._rest[taken:]
-        return memory.view(dtype).view(*shape)
-
-
-def _aligned(num_bytes: int) -> torch.Tensor:
-    """uint8, from the begin of a page on; what is before it is never touched, and so takes nothing."""
-    memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % PAGE :][:num_bytes]
+        if self._block is None or self._next + num_bytes > len(self._block):
+            self._block = mmap.mmap(-1, _BLOCK + PAGE)
+            block = advise(torch.frombuffer(self._block, dtype=torch.uint8))
+            self._next = -block.data_ptr() % PAGE
+        tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=self._next)
+        self._next += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return tensor.view(*shape)

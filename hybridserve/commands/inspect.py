@@ -114,6 +114,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 
     from hybridserve.engine.gpus import find_gpu, why_no_gpu
     from hybridserve.engine.planner import available_memory
+    from hybridserve.engine.threads import limit_threads
 
     yield "hybridserve", __version__
     yield "python", sys.version.split()[0]
@@ -127,7 +128,7 @@ def _machine() -> Iterator[tuple[str, str]]:
         several = f"{gpu.count} x " if gpu.count > 1 else ""
         free, total = (f"{size / 2**30:.1f} GiB" for size in (gpu.free_bytes, gpu.total_bytes))
         yield "device", f"cuda: {several}{gpu.name}, {free} of {total} free"
-    yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {limit_threads()}"
     yield "memory", f"{available_memory() / 2**30:.1f} GiB available"
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from hybridserve.engine.threads import limit_threads
 from hybridserve.engine.worker import Worker
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class LocalExecutor(Executor):
     it finds on the device (F057)."""
 
     def __init__(self, model_path: Path, plan: EnginePlan) -> None:
+        if plan.device == "cpu":
+            limit_threads()
         self.worker = Worker(model_path, plan)
         self.max_in_flight = 1 if plan.device == "cpu" else 2
         self._launched: deque[LaunchedStep] = deque()

@@ -15,9 +15,8 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-import psutil
-
 from hybridserve.distributed.process_group import connect_store, open_store, prefixed
+from hybridserve.engine.threads import VARIABLE, usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from hybridserve.distributed.process_group import Store
 
 POLL_SECONDS = 0.02
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 class Launcher(ABC):
@@ -93,7 +91,7 @@ class ProcessLauncher(Launcher):
         self._num_ranks = num_ranks
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if (threads := threads_per_rank(num_ranks)) is not None:
-            environment[THREADS_VARIABLE] = str(threads)
+            environment[VARIABLE] = str(threads)
         for rank in range(1, num_ranks):
             self._processes[rank] = subprocess.Popen(
                 [
@@ -201,9 +199,7 @@ class TorchrunLauncher(Launcher):
 
 def threads_per_rank(num_local_ranks: int) -> int | None:
     """Each rank's share of the cores; None where the user has said how many threads there are to be."""
-    if THREADS_VARIABLE in os.environ:
-        return None
-    return max(1, len(psutil.Process().cpu_affinity() or [1]) // num_local_ranks)
+    return None if VARIABLE in os.environ else max(1, usable_cores().num // num_local_ranks)
 
 
 def _how(status: int) -> str:

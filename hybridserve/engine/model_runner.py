@@ -185,7 +185,7 @@ class ModelRunner:
                 logits = self.model.logits(hidden[staged.draws.rows], drawing)
         token_ids = scores = None
         if logits is not None and staged.draws is not None:
-            self._drawn, scores = sampler.sample(logits, staged.draws, self._pointwise)
+            self._drawn, scores = self._draw(logits, staged.draws)
             token_ids = self._queue.fetch(self._drawn)
         elif step.sampling is not None:
             self._drawn = torch.zeros(len(step.sampling.rows), dtype=torch.int64, device=self._device)
@@ -198,6 +198,9 @@ class ModelRunner:
             forwarded,
             self._queue.mark(),
         )
+
+    def _draw(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, Scores | None]:
+        return sampler.sample(logits, draws, self._pointwise)
 
     def _stage(self, step: StepInput) -> _Staged:
         put = self._staging.put

@@ -13,7 +13,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from hybridserve.distributed.process_group import connect_store, open_store
-from hybridserve.engine.launchers import THREADS_VARIABLE, Launcher
+from hybridserve.engine.launchers import Launcher
+from hybridserve.engine.threads import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,12 +73,12 @@ class RayLauncher(Launcher):
         for rank in range(1, num_ranks):
             node = nodes[rank]
             local_rank = nodes[:rank].count(node)
-            threads = os.environ.get(THREADS_VARIABLE, str(max(1, cores[node] // nodes.count(node))))
+            threads = os.environ.get(VARIABLE, str(max(1, cores[node] // nodes.count(node))))
             self._actors[rank] = actor_class.options(
                 num_cpus=1,
                 num_gpus=1 if self._needs_gpu else 0,
                 max_restarts=0,  # a rank that comes back alone finds nobody
-                runtime_env={"env_vars": {"PYTHONPATH": path, THREADS_VARIABLE: threads}},
+                runtime_env={"env_vars": {"PYTHONPATH": path, VARIABLE: threads}},
                 scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                     self._group, placement_group_bundle_index=rank
                 ),

@@ -58,7 +58,7 @@ def test_auto_is_the_gpu_where_there_is_one(at_hand: Callable, recordable: None)
     assert made.to_dict()["graphs"]["sizes"] == graph_sizes(256)
     at_hand(None)
     assert plan().device == "cpu"
-    assert not plan().graphs.sizes
+    assert plan().graphs.on_demand
     at_hand(H200)
     assert plan(device="cpu").device == "cpu"
 
@@ -120,8 +120,8 @@ def test_why_nothing_is_recorded(at_hand: Callable) -> None:
     with pytest.raises(ValueError, match=r"kernels\.graphs: always: what attention torch_native"):
         plan(kernels={**TORCH, "graphs": "always"})
     at_hand(None)
-    with pytest.raises(ValueError, match=r"kernels\.graphs: always: a CPU takes calls as they come"):
-        plan(kernels={"graphs": "always"})
+    with pytest.raises(ValueError, match=r"kernels\.graphs: always: ranks on CPUs wait for each other"):
+        plan(kernels={"graphs": "always"}, parallel={"tensor": 2})
 
 
 def test_steps_with_adapters_are_recorded_apart(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hybridserve.engine.graphs import Recorder
     from hybridserve.engine.input_builder import BuiltStep, StepInput
     from hybridserve.engine.model_runner import ModelRunner, StepOutput
-    from hybridserve.kernels.lora.interface import LoraBatch
+    from hybridserve.engine.sampler import Draws, Scores
     from hybridserve.layers.lora import AdaptableModule
     from hybridserve.lora.adapter import Adapter
 
@@ -94,14 +94,13 @@ class GuardedExecutor(Executor):
             None if poison is None else torch.frombuffer(bytearray(POISONS[poison]), dtype=torch.uint8)
         )
         self._checksum = checksum
-        plain = self.runner.model.logits
+        plain = self.runner._draw
 
-        def recorded(hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-            logits = plain(hidden, lora)
-            self.logits = logits.clone()
-            return logits
+        def draw(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, Scores | None]:
+            self.logits = logits.clone()  # the next replay overwrites them
+            return plain(logits, draws)
 
-        self.runner.model.logits = recorded  # type: ignore[method-assign]
+        self.runner._draw = draw  # type: ignore[method-assign]
         self.left: dict[int, list[torch.Tensor]] = {}
         """By step: units of the arena that are free once its swaps out and moves have read them."""
         self._owned: list[torch.Tensor] = []
