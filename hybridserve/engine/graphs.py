@@ -108,7 +108,7 @@ class DecodeGraph:
     adapters: RecordedBatch | None
     """None: recorded without."""
     recorded: Callable[[], None]
-    """Never called again, but it keeps tensors that were made for it and are read whenever it is run."""
+    """What was called then: it keeps tensors that were made for it and are read whenever `run` is called."""
     run: Callable[[], None]
     logits: torch.Tensor | None
     """[size, V]; None: another rank has them."""
@@ -145,18 +145,19 @@ class DecodeGraph:
         return self.logits
 
     def check(self, clear: Callable[[], None], null_slab: torch.Tensor) -> None:
-        """RuntimeError where a replay, from nothing, does not compute what the recording did, whose padding
-        rows have written their keys, values and states to the null slab: zeros before."""
+        """RuntimeError where a replay, from nothing, does not compute what the step does call by call, whose
+        padding rows write their keys, values and states to the null slab."""
         assert self.logits is not None
-        left = self.logits, null_slab
-        expected = [each.clone() for each in left]
-        clear()
-        for each in left:
-            each.zero_()
-        self.run()
-        for what, mine, theirs in zip(("logits", "keys, values or states"), left, expected, strict=True):
+        seen = []
+        for run in (self.recorded, self.run):
+            clear()
+            self.logits.zero_()
+            null_slab.zero_()
+            run()
+            seen.append((self.logits.clone(), null_slab.clone()))
+        for what, mine, theirs in zip(("logits", "keys, values or states"), *seen, strict=True):
             if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
-                raise RuntimeError(f"a step of {self.size} sequences, repeated, had other {what}")
+                raise RuntimeError(f"a step of {self.size} sequences, replayed, had other {what}")
 
 
 class _HostColumns(NamedTuple):
@@ -258,7 +259,7 @@ class DecodeGraphs:
         key = _Key(has_adapters, size, length)
         if self._on_demand is None:
             return self._graphs.get(key)
-        return self._once_it_pays(key, self._on_demand)
+        return self._once_it_pays(key, row_slots, self._on_demand)
 
     def forget_adapters(self) -> None:
         """One has come or gone. What was recorded ahead has room for it; the rest holds addresses."""
@@ -270,7 +271,7 @@ class DecodeGraphs:
             self._graphs.pop(key, None)
             del demand.num_seen[key]
 
-    def _once_it_pays(self, key: _Key, demand: _OnDemand) -> DecodeGraph | None:
+    def _once_it_pays(self, key: _Key, row_slots: np.ndarray | None, demand: _OnDemand) -> DecodeGraph | None:
         """Records what was wanted often enough, if it is then the same."""
         if demand.num_threads != torch.get_num_threads():
             self._forget(demand.num_seen, demand)
@@ -284,9 +285,10 @@ class DecodeGraphs:
             one = demand.recordable(self._tensors(1, key.length), None)()
             assert one is not None, "steps of several ranks are recorded ahead"
             self.logits = one.new_empty(self.plan.sizes[-1], one.shape[1])
-        self._null_slab.zero_()
         try:
             graph = self._record(key, demand.recorder, demand.recordable)
+            if graph.adapters is not None and row_slots is not None:
+                graph.adapters.load(torch.from_numpy(graph.adapters.describe(row_slots)))
             graph.check(demand.recorder.clear, self._null_slab)
         except RuntimeError as error:
             logger.warning("decode steps are not recorded any more, but run call by call: %s", error)
