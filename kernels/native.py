@@ -133,27 +133,40 @@ def open_libraries(wanted: Iterable[Path]) -> dict[Path, ctypes.CDLL | str]:
 
 @contextlib.contextmanager
 def noting(note: Callable[[Callable[..., None], tuple[Any, ...]], None]) -> Iterator[None]:
-    """Every call of a loaded library's function is noted, with its arguments, after it was made; by whatever
-    thread. One at a time: others wait."""
+    """Every call of a loaded library's function by this thread is noted, with its arguments, after it was
+    made. One thread at a time: others wait. Functions of a library that is loaded meanwhile are not noted."""
     functions: list[Any] = [
         function
-        for library in _known().values()
+        for library in list(_known().values())  # other threads may be loading
         if not isinstance(library, str)
-        for function in vars(library).values()
+        for function in list(vars(library).values())
         if isinstance(function, ctypes._CFuncPtr)  # type: ignore[attr-defined]
     ]
-
-    def made(result: None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        note(function, arguments)
-
+    noters = _noters()
     with _noting_lock():
+        noters[threading.get_ident()] = note
         for function in functions:
-            function.errcheck = made
+            function.errcheck = _made
         try:
             yield
         finally:
             for function in functions:
                 del function.errcheck
+            del noters[threading.get_ident()]
+
+
+def _made(result: None, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Stays as long as the process: a call that another thread has begun would come here, where errcheck has
+    been deleted, too, and ctypes keeps no reference to it."""
+    note = _noters().get(threading.get_ident())
+    if note is not None:
+        note(function, arguments)
+
+
+@functools.cache
+def _noters() -> dict[int, Callable[[Callable[..., None], tuple[Any, ...]], None]]:
+    """By thread."""
+    return {}
 
 
 @functools.cache

@@ -280,7 +280,7 @@ class KernelsConfig(_Section):
     lora: BackendName = Field(default="auto", description="backend of adapters")
     graphs: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="record decode steps on a GPU, to be replayed; auto: where the backends allow it",
+        description="record decode steps, to be replayed; auto: where the backends allow it",
     )
 
 

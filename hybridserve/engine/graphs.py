@@ -25,7 +25,7 @@ from hybridserve.engine.step_tensors import StepTensors
 from hybridserve.lora.batch import RecordedBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hybridserve.engine.graph_plan import GraphPlan
     from hybridserve.engine.input_builder import StepInput
@@ -108,7 +108,7 @@ class DecodeGraph:
     adapters: RecordedBatch | None
     """None: recorded without."""
     recorded: Callable[[], None]
-    """Never called again, but it keeps tensors that were made for it and are read whenever it is run."""
+    """What was called then: it keeps tensors that were made for it and are read whenever `run` is called."""
     run: Callable[[], None]
     logits: torch.Tensor | None
     """[size, V]; None: another rank has them."""
@@ -144,15 +144,20 @@ class DecodeGraph:
         self.run()
         return self.logits
 
-    def check(self, clear: Callable[[], None]) -> None:
-        """RuntimeError where a replay, from nothing, does not compute what the recording did."""
+    def check(self, clear: Callable[[], None], null_slab: torch.Tensor) -> None:
+        """RuntimeError where a replay, from nothing, does not compute what the step does call by call, whose
+        padding rows write their keys, values and states to the null slab."""
         assert self.logits is not None
-        expected = self.logits.clone()
-        clear()
-        self.logits.zero_()
-        self.run()
-        if not torch.equal(expected, self.logits):
-            raise RuntimeError(f"a step of {self.size} sequences, repeated, had other logits")
+        seen = []
+        for run in (self.recorded, self.run):
+            clear()
+            self.logits.zero_()
+            null_slab.zero_()
+            run()
+            seen.append((self.logits.clone(), null_slab.clone()))
+        for what, mine, theirs in zip(("logits", "keys, values or states"), *seen, strict=True):
+            if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
+                raise RuntimeError(f"a step of {self.size} sequences, replayed, had other {what}")
 
 
 class _HostColumns(NamedTuple):
@@ -189,16 +194,22 @@ class _Key(NamedTuple):
 class _OnDemand:
     recorder: Recorder
     recordable: Recordable
+    num_threads: int = field(default_factory=torch.get_num_threads)
+    """For which kernels were told to divide their work."""
     num_seen: Counter[_Key] = field(default_factory=Counter)
+    has_failed: bool = False
+    """What was recorded before stays, and nothing is added."""
 
 
 class DecodeGraphs:
     """All recordings of a rank, over the same buffers: only one of them runs at a time."""
 
-    def __init__(self, plan: GraphPlan, block_size: int | None, device: torch.device) -> None:
-        """`block_size`: None where no layer has blocks."""
+    def __init__(self, plan: GraphPlan, block_size: int | None, null_slab: torch.Tensor) -> None:
+        """`block_size`: None where no layer has blocks. `null_slab` [bytes] uint8 has the null block and the
+        null slot: padding rows leave there what nobody reads."""
         self.plan = plan
-        self._device = device
+        self._null_slab = null_slab
+        self._device = device = null_slab.device
         self._graphs: dict[_Key, DecodeGraph] = {}
         self._on_demand: _OnDemand | None = None
         self._columns = torch.zeros(_num_words(plan.sizes[-1]), dtype=torch.int64, device=device)
@@ -213,7 +224,7 @@ class DecodeGraphs:
 
     def record(self, recorder: Recorder, recordable: Recordable) -> None:
         """The largest come first, and those with adapters before those without: the others find room in their
-        memory. A recorder that does not record ahead is asked by `find`."""
+        memory. A recorder that does not record ahead is asked by `find`, where a step is about to run."""
         if not recorder.ahead:
             self._on_demand = _OnDemand(recorder, recordable)
             return
@@ -246,20 +257,27 @@ class DecodeGraphs:
         if length is None:
             return None
         key = _Key(has_adapters, size, length)
-        graph = self._graphs.get(key)
-        return self._once_it_pays(key) if graph is None else graph
+        if self._on_demand is None:
+            return self._graphs.get(key)
+        return self._once_it_pays(key, row_slots, self._on_demand)
 
     def forget_adapters(self) -> None:
         """One has come or gone. What was recorded ahead has room for it; the rest holds addresses."""
         if self._on_demand is not None:
-            for key in [key for key in self._graphs if key.has_adapters]:
-                del self._graphs[key]
-                del self._on_demand.num_seen[key]
+            self._forget([key for key in self._on_demand.num_seen if key.has_adapters], self._on_demand)
 
-    def _once_it_pays(self, key: _Key) -> DecodeGraph | None:
+    def _forget(self, keys: Iterable[_Key], demand: _OnDemand) -> None:
+        for key in list(keys):
+            self._graphs.pop(key, None)
+            del demand.num_seen[key]
+
+    def _once_it_pays(self, key: _Key, row_slots: np.ndarray | None, demand: _OnDemand) -> DecodeGraph | None:
         """Records what was wanted often enough, if it is then the same."""
-        if (demand := self._on_demand) is None:
-            return None
+        if demand.num_threads != torch.get_num_threads():
+            self._forget(demand.num_seen, demand)
+            demand.num_threads = torch.get_num_threads()
+        if (graph := self._graphs.get(key)) is not None or demand.has_failed:
+            return graph
         demand.num_seen[key] += 1
         if demand.num_seen[key] <= SEEN_BEFORE:
             return None
@@ -269,11 +287,12 @@ class DecodeGraphs:
             self.logits = one.new_empty(self.plan.sizes[-1], one.shape[1])
         try:
             graph = self._record(key, demand.recorder, demand.recordable)
-            graph.check(demand.recorder.clear)
+            if graph.adapters is not None and row_slots is not None:
+                graph.adapters.load(torch.from_numpy(graph.adapters.describe(row_slots)))
+            graph.check(demand.recorder.clear, self._null_slab)
         except RuntimeError as error:
-            logger.warning("decode steps are not recorded, but run call by call: %s", error)
-            self._on_demand = None
-            self._graphs.clear()  # nobody would say of these which adapters come and go
+            logger.warning("decode steps are not recorded any more, but run call by call: %s", error)
+            demand.has_failed = True
             return None
         self._graphs[key] = graph
         return graph

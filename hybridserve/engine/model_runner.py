@@ -147,7 +147,7 @@ class ModelRunner:
         at the same time: what is recorded may hold their collectives."""
         layout = self.arena.layout
         block_size = layout.block_size if layout.blocks_per_slab else None
-        self.graphs = DecodeGraphs(plan, block_size, self._device)
+        self.graphs = DecodeGraphs(plan, block_size, self.arena.buffer[: layout.slab_bytes])
         self.graphs.record(recorder, self._recordable)
 
     def execute(self, step: StepInput) -> StepOutput:

@@ -42,8 +42,7 @@ def plan_table(plan: EnginePlan, *, every_reason: bool = False) -> str:
     if plan.lora is not None:
         rows += plan.lora.rows()
     rows += _backend_rows(plan, every_reason=every_reason)
-    if plan.device != "cpu":
-        rows.append(plan.graphs.row())
+    rows.append(plan.graphs.row())
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
