@@ -31,7 +31,7 @@ from compile_only import SHARED_BYTES, Recorder
 from hybridserve.kernels import attention, gemm, lora, moe, pointwise, ssm
 from hybridserve.kernels.attention.interface import AttentionMetadata
 from hybridserve.kernels.gemm.interface import ScaledWeight, Weight
-from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBatch, LoraPair, LoraTable, Segment
+from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBatch, LoraPair, LoraTable, Room, Segment
 from hybridserve.kernels.ssm.interface import SSMMetadata
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ CASES = {
     "bamba-9b-d256-int8": Case(BAMBA, 1, "int8"),
     "bamba-9b-d256-fp32": Case(BAMBA, 1, "none", torch.float32),
 }
+
+TARGETS = {80: [*CASES], 89: ["jamba-3b-bf16"], 90: [*CASES]}
+"""By compute capability, unless told: the L40S has the smallest of models in configs/."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """That models have; each with a soft-cap, too."""
@@ -268,9 +271,20 @@ class Model:
             start += size
         table.put(1, tuple(pairs))
         backend.add(self.values(total, start), self.values(total, self.hidden), table, batch)
+        if max(lens) == 1:
+            self._recorded_adapters(backend, tuple(pairs), total)
         table = LoraTable(4)
         table.put(1, (replace(self.pair(self.hidden, 4096), A=self.values(65536, 16)),))
         backend.add_embedding(self.values(total, 4096), empty(total), table, batch)
+
+    def _recorded_adapters(self, backend: lora.Triton, pairs: tuple[LoraPair, ...], total: int) -> None:
+        """As a step is recorded: for all the room that adapters of ranks up to 64 have."""
+        table = LoraTable(4)
+        num_outputs = sum(pair.B.shape[0] for pair in pairs)
+        table.room = Room(len(pairs), num_outputs, 64, self.case.dtype)
+        backend.write(table, torch.device("meta"))
+        batch = replace(_batch_of([1] * total), segments=[], is_recorded=True)
+        backend.add(self.values(total, num_outputs), self.values(total, self.hidden), table, batch)
 
     def pair(self, num_inputs: int, num_outputs: int, start: int = 0) -> LoraPair:
         gain = empty(num_outputs, dtype=torch.float32)
@@ -328,8 +342,9 @@ def main() -> int:
     print(f"triton {triton.__version__}")
     print(f"{'kernel':20} {'target':7} {'warps':>5} {'regs':>5} {'spill':>6} {'shared':>7}  case, tile")
     num_faults = num_kernels = 0
-    for target in arguments.target or (80, 90):
-        for kernel in compile_cases(arguments.case or [*CASES], target):
+    for target in arguments.target or TARGETS:
+        cases = arguments.case or ([*CASES] if arguments.target else TARGETS[target])
+        for kernel in compile_cases(cases, target):
             faults = kernel.faults(arguments.spill_budget)
             num_kernels += 1
             num_faults += bool(faults)
