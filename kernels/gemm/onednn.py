@@ -73,7 +73,7 @@ class OneDNN(GemmBackend):
 
     def unpack_scaled(self, weight: ScaledWeight) -> ScaledWeight:
         if not weight.codes.is_mkldnn:
-            return weight
+            return self._scaled.unpack_scaled(weight)
         return weight._replace(codes=weight.codes.to_dense().t().contiguous())
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -23,7 +23,7 @@
 #define OUTPUTS_AT_ONCE (4 * PANEL) /* that one row is multiplied with */
 #define FLOATS_PIECE 512     /* inputs; it keeps sums of many as accurate as those that begin in several lanes */
 #define L2_BYTES (192 << 10) /* of panels that stay in the second cache while rows pass */
-#define AHEAD 1024           /* bytes: a panel is read as one stream, and the next one lies behind it */
+#define PANEL_AHEAD 1024     /* bytes: a panel is read as one stream, and the next one lies behind it */
 
 /* Instead of a kind: int8 codes and rows in whole numbers. */
 #define WHOLE (-1)
@@ -101,7 +101,7 @@ INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, in
       for (int n = 0; n < num_panels; n++) {
         const char *at = p + n * size + i * step;
         const vec low = read_outputs(at, 0, kind), high = read_outputs(at, 1, kind);
-        __builtin_prefetch(at + AHEAD);
+        __builtin_prefetch(at + PANEL_AHEAD);
 #pragma GCC unroll 6
         for (int m = 0; m < num_rows; m++) {
           vec *sums = acc + (n * num_rows + m) * 2;
@@ -127,6 +127,7 @@ INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, in
         vec sums = totals[(n * num_rows + m) * 2 + h];
         if (w.scales) sums *= load(w.scales + output);
         if (kind == WHOLE) sums *= splat(row_scale(x + m * x_stride, w.num_inputs));
+        IN_REGISTER(sums); /* or the last product and the bias are fused in some tiles, and not in others */
         put_outputs(sums, out, (row + m) * out->stride + output, output);
       }
 }

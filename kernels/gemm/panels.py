@@ -57,8 +57,10 @@ class Panels:
         return outputs.reshape(*experts, num_panels * self.size, -1).contiguous()
 
     def shape_of(self, laid_out: torch.Tensor, *, in_pairs: bool) -> tuple[int, ...]:
-        """[.., out, in] of what was laid out."""
-        *experts, num_panels, steps, _ = laid_out.shape
+        """[.., out, in] of what was laid out; ValueError if that was for other products."""
+        *experts, num_panels, steps, width = laid_out.shape
+        if width != self.size * (1 + in_pairs):
+            raise ValueError(f"panels of {width} elements an input or pair, not {self.size * (1 + in_pairs)}")
         return (*experts, num_panels * self.size, steps * (1 + in_pairs))
 
     def _shape(self, shape: torch.Size, in_pairs: bool) -> tuple[int, ...]:

@@ -119,6 +119,23 @@ def test_without_a_compiler_torch_is_used() -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are x86's")
+@pytest.mark.parametrize("machine", ["x86-64", "skylake-avx512", "icelake-server", "sapphirerapids"])
+def test_kernels_are_code_for_other_processors(machine: str) -> None:
+    """What this one may not be able to run: types and builtins of the branches that it does not take."""
+    flags = ["-std=gnu11", f"-march={machine}", "-fsyntax-only", "-fopenmp", f"-I{KERNELS}", "-x", "c"]
+    known = subprocess.run([COMPILER, *flags, os.devnull], capture_output=True, text=True, check=False)
+    if known.returncode:
+        pytest.skip(f"the compiler does not know {machine}")
+    sources = sorted(KERNELS.glob("*/native.c"))
+    assert sources
+    for source in sources:
+        command = [COMPILER, *flags, "-Wall", "-Werror", "-Wno-unknown-pragmas", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
 @pytest.mark.parametrize("driver", ["native_driver.c", "native_lora_driver.c", "native_sequence_driver.c"])
