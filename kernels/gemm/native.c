@@ -9,8 +9,9 @@
 
 /* x [num_rows, num_inputs] with rows x_stride apart and y with rows num_outputs apart, both and bias of x_kind; weight
    [num_outputs, num_inputs] with rows w_stride apart, of x_kind or of codes with `scales`, for which rows are rounded to
-   whole numbers up to `limit` unless that is 0; or in panels, which num_outputs fills. `packed` has room for rows packed_stride apart: rows_at_once for every
-   thread or, if that is 0, num_rows for all of them; it is NULL where x needs no packing: float32, and in whole blocks or for panels. */
+   whole numbers up to `limit` unless that is 0; or in panels, which num_outputs fills. `packed` has room for rows
+   packed_stride apart: rows_at_once for every thread or, if that is 0, num_rows for all of them; it is NULL where x needs
+   no packing: float32, and in whole blocks or for panels. */
 EXPORT void gemm(const void *x, int64_t x_stride, const void *w, int64_t w_stride, const float *scales,
                  const void *bias, void *y, int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t x_kind,
                  int64_t w_kind, int64_t limit, int64_t is_packed, float *packed, int64_t packed_stride,

@@ -81,6 +81,22 @@ INLINE void put_outputs(vec sums, const target *out, int64_t at, int64_t output)
   }
 }
 
+/* The sums of a tile, scaled: once for all tiles, so that they are rounded alike and soon compiled. */
+static __attribute__((noinline)) void put_tile(const vec *totals, int num_rows, int num_panels, const char *x,
+                                               int64_t x_stride, weight w, int64_t first, const target *out,
+                                               int64_t row) {
+  for (int n = 0; n < num_panels; n++)
+    for (int m = 0; m < num_rows; m++)
+      for (int h = 0; h < 2; h++) {
+        const int64_t output = first + n * PANEL + h * LANES;
+        vec sums = totals[(n * num_rows + m) * 2 + h];
+        if (w.scales) sums *= load(w.scales + output);
+        if (w.limit) sums *= splat(row_scale(x + m * x_stride, w.num_inputs));
+        IN_REGISTER(sums); /* or compilers fuse the last product and the bias in one case, and not in another */
+        put_outputs(sums, out, (row + m) * out->stride + output, output);
+      }
+}
+
 /* num_rows rows from `row` on, with num_panels panels from output `first` on. x_stride is in bytes; `num_rows`,
    `num_panels` and `kind` are constants where this is inlined. */
 INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, int64_t x_stride, weight w, int64_t first,
@@ -95,6 +111,8 @@ INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, in
   for (int64_t from = 0; from < num_steps; from += piece / inputs) {
     const int64_t to = min_i(from + piece / inputs, num_steps);
     vec acc[MOST_SUMS] = {{0}};
+#pragma GCC unroll 12
+    for (int s = 0; s < num_sums; s++) IN_REGISTER(acc[s]); /* or a first step, which adds to nothing, is one apart */
 #pragma GCC unroll 2
     for (int64_t i = from; i < to; i++) {
 #pragma GCC unroll 4
@@ -107,7 +125,6 @@ INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, in
           vec *sums = acc + (n * num_rows + m) * 2;
           sums[0] = add_input(sums[0], x + m * x_stride + i * sizeof(float), low, kind);
           sums[1] = add_input(sums[1], x + m * x_stride + i * sizeof(float), high, kind);
-          if (kind == WHOLE) continue; /* measured: compilers keep these where they belong */
           IN_REGISTER(sums[0]);
           IN_REGISTER(sums[1]);
         }
@@ -117,24 +134,12 @@ INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, in
     for (int s = 0; s < num_sums; s++)
       totals[s] += kind == WHOLE ? __builtin_convertvector((ivec)acc[s], vec) : acc[s];
   }
-#pragma GCC unroll 4
-  for (int n = 0; n < num_panels; n++)
-#pragma GCC unroll 6
-    for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; h++) {
-        const int64_t output = first + n * PANEL + h * LANES;
-        vec sums = totals[(n * num_rows + m) * 2 + h];
-        if (w.scales) sums *= load(w.scales + output);
-        if (kind == WHOLE) sums *= splat(row_scale(x + m * x_stride, w.num_inputs));
-        IN_REGISTER(sums); /* or the last product and the bias are fused in some tiles, and not in others */
-        put_outputs(sums, out, (row + m) * out->stride + output, output);
-      }
+  put_tile(totals, num_rows, num_panels, x, x_stride, w, first, out, row);
 }
 
 /* Rows from `row` on, with outputs first to end, in tiles of num_panels panels and then of one. */
-INLINE void panel_tiles(int num_rows, int num_panels, int kind, const char *x, int64_t x_stride, weight w, int64_t first,
-                        int64_t end, const target *out, int64_t row) {
+INLINE void panel_tiles(int num_rows, int num_panels, int kind, const char *x, int64_t x_stride, weight w,
+                        int64_t first, int64_t end, const target *out, int64_t row) {
   for (; first + num_panels * PANEL <= end; first += num_panels * PANEL)
     panel_tile(num_rows, num_panels, kind, x, x_stride, w, first, out, row);
   for (; num_panels > 1 && first < end; first += PANEL) panel_tile(num_rows, 1, kind, x, x_stride, w, first, out, row);
@@ -150,29 +155,40 @@ INLINE void panels_of(int kind, const float *rows, int64_t x_stride, int64_t num
     int64_t row = 0;
     for (; row + PANEL_ROWS <= num_rows; row += PANEL_ROWS)
       panel_tiles(PANEL_ROWS, 1, kind, x, x_stride, w, from, to, out, row);
-    switch (num_rows - row) { /* few rows have sums enough to hide the latency of adding only with several panels */
-      case 1: panel_tiles(1, 4, kind, x, x_stride, w, from, to, out, row); break;
-      case 2: panel_tiles(2, 2, kind, x, x_stride, w, from, to, out, row); break;
-      case 3: panel_tiles(3, 2, kind, x, x_stride, w, from, to, out, row); break;
-      case 4: panel_tiles(4, 1, kind, x, x_stride, w, from, to, out, row); break;
-      case 5: panel_tiles(5, 1, kind, x, x_stride, w, from, to, out, row); break;
+    /* Few rows have sums enough to hide the latency of adding only with several panels. */
+    for (; num_rows - row >= 4; row += 4) panel_tiles(4, 1, kind, x, x_stride, w, from, to, out, row);
+    if (num_rows - row >= 2) {
+      panel_tiles(2, 2, kind, x, x_stride, w, from, to, out, row);
+      row += 2;
     }
+    if (row < num_rows) panel_tiles(1, 4, kind, x, x_stride, w, from, to, out, row);
   }
 }
 
-/* Outputs first to end, whole panels of them, of every row of x. */
-static void packed_panel(const float *x, int64_t x_stride, int64_t num_rows, weight w, int64_t first, int64_t end,
-                         target out) {
+/* Outputs first to end, whole panels of them, of every row of x. A function a kind: small ones are compiled better. */
+#define PANELS_OF(name, kind)                                                                                        \
+  static __attribute__((noinline)) void name(const float *x, int64_t x_stride, int64_t num_rows, weight w,           \
+                                             int64_t first, int64_t end, const target *out) {                        \
+    panels_of(kind, x, x_stride, num_rows, w, first, end, out);                                                      \
+  }
+PANELS_OF(whole_panels, WHOLE)
+PANELS_OF(float_panels, FLOAT32)
+PANELS_OF(half_panels, BFLOAT16)
+PANELS_OF(int8_panels, INT8)
+PANELS_OF(float8_panels, FLOAT8)
+
+static __attribute__((unused)) void packed_panel(const float *x, int64_t x_stride, int64_t num_rows, weight w,
+                                                 int64_t first, int64_t end, target out) {
   if (w.limit)
-    panels_of(WHOLE, x, x_stride, num_rows, w, first, end, &out);
+    whole_panels(x, x_stride, num_rows, w, first, end, &out);
   else if (w.kind == FLOAT32)
-    panels_of(FLOAT32, x, x_stride, num_rows, w, first, end, &out);
+    float_panels(x, x_stride, num_rows, w, first, end, &out);
   else if (w.kind == BFLOAT16)
-    panels_of(BFLOAT16, x, x_stride, num_rows, w, first, end, &out);
+    half_panels(x, x_stride, num_rows, w, first, end, &out);
   else if (w.kind == INT8)
-    panels_of(INT8, x, x_stride, num_rows, w, first, end, &out);
+    int8_panels(x, x_stride, num_rows, w, first, end, &out);
   else
-    panels_of(FLOAT8, x, x_stride, num_rows, w, first, end, &out);
+    float8_panels(x, x_stride, num_rows, w, first, end, &out);
 }
 
 #endif

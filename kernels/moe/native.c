@@ -84,7 +84,8 @@ static void activate(const layer *a, int64_t pair, int64_t first, int64_t end) {
   for (; i + LANES <= end; i += LANES) store(gate + i, silu_v(load(gate + i)) * load(up + i));
   if (i < end) store_part(gate + i, silu_v(load_part(gate + i, end - i)) * load_part(up + i, end - i), end - i);
   if (!a->limit)
-    pack_floats(a->packed_inner + pair * a->packed_stride + first, gate + first, order_of(down_of(a, pair)), end - first);
+    pack_floats(a->packed_inner + pair * a->packed_stride + first, gate + first, order_of(down_of(a, pair)),
+                end - first);
 }
 
 static void round_inner(const layer *a, int64_t pair) {
@@ -127,7 +128,8 @@ static void combine(const layer *a, int64_t token, const float *weights, char *y
 }
 
 /* The interface's `experts`. x [num_tokens, hidden] with rows x_stride apart; weights, ids [num_tokens, top_k]; y
-   [num_tokens, hidden]; scales, w_kind, limit and is_packed as in `layer`. `numbers` has room for 4 * num_pairs + num_experts + 2,
+   [num_tokens, hidden]; scales, w_kind, limit and is_packed as in `layer`. `numbers` has room for 4 * num_pairs +
+   num_experts + 2,
    the first 2 * num_pairs are the groups: tokens and experts. Scratch is as in `layer`; it and `numbers` stay as they are
    from one stage to the next. */
 EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const int64_t *ids, const void *gate_up_w,

@@ -40,16 +40,15 @@ def test_small_weights_share_pages() -> None:
 
 def test_a_block_goes_with_its_last_tensor() -> None:
     """Also while the memory that handed it out goes on."""
-    memory, gone = WeightMemory(), []
-    weights = [memory.empty((10 * PAGE,), torch.int8) for _ in range(3)]  # one a block
-    weights.append(memory.empty((PAGE,), torch.int8))  # of the third
-    for weight in weights:
-        storage = weight.untyped_storage()
-        weakref.finalize(storage, gone.append, storage.data_ptr())
-    pointers = [weight.untyped_storage().data_ptr() for weight in weights]
-    assert len(set(pointers)) == 3
-    uses = [torch._C._storage_Use_Count(weight.untyped_storage()._cdata) for weight in weights]
-    assert uses[0] < uses[2], "the third is shared, and held by the memory for what is still to come"
+    memory = WeightMemory()
+    first, last = memory.empty((4 * PAGE,), torch.int8), memory.empty((5,), torch.float32)
+    block = weakref.ref(memory._block)
+    memory.empty((13 * PAGE,), torch.int8)
+    assert memory._block is not block()
+    del first
+    assert block() is not None
+    del last
+    assert block() is None
 
 
 @pytest.fixture
