@@ -49,8 +49,9 @@ class WeightMemory:
             return advise(torch.empty(shape, dtype=dtype))
         if self._block is None or self._next + num_bytes > len(self._block):
             self._block = mmap.mmap(-1, _BLOCK + PAGE)
-            block = advise(torch.frombuffer(self._block, dtype=torch.uint8))
+            block = torch.frombuffer(self._block, dtype=torch.uint8)
             self._next = -block.data_ptr() % PAGE
+            advise(block[self._next : self._next + _BLOCK])
         tensor = torch.frombuffer(self._block, dtype=dtype, count=count, offset=self._next)
         self._next += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return tensor.view(*shape)

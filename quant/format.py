@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hybridserve.kernels.gemm.interface import ScaledWeight
+from hybridserve.kernels.huge_pages import WeightMemory
 
 if TYPE_CHECKING:
     from hybridserve.kernels.gemm.interface import GemmBackend
@@ -42,6 +43,15 @@ class Shard:
     destination: tuple[slice, slice]
 
 
+def settle(weight: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """A packed weight in the memory of the weight, if it takes as much: what is given back while a model is
+    loaded may stay with the process."""
+    is_plain = packed.layout is torch.strided and packed.dtype == weight.dtype and packed.is_contiguous()
+    if not is_plain or packed.numel() != weight.numel() or packed.data_ptr() == weight.data_ptr():
+        return packed
+    return weight.view(-1).copy_(packed.view(-1)).view(packed.shape)
+
+
 class WeightFormat(ABC):
     """Create, load, finish, apply. `finish` is called once, when everything has been loaded."""
 
@@ -61,6 +71,15 @@ class WeightFormat(ABC):
         self.gemm = gemm
         self.moe = moe
         self.stored = stored
+        self.keeps_weights = True
+        """Whether weights stay as long as the format; else they are given back one by one."""
+        self._memory = WeightMemory()
+
+    def allocate(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """For a weight or its codes; on a CPU in large pages."""
+        if device.type == "cpu" and self.keeps_weights:
+            return self._memory.empty(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def note(self, *, projections: bool, experts: bool) -> str:
         """How what is quantized is computed, for whoever must judge its speed and its accuracy."""

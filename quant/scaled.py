@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hybridserve.kernels.gemm.interface import ScaledWeight
-from hybridserve.kernels.huge_pages import advise
-from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
+from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -58,7 +57,7 @@ class ScaledFormat(WeightFormat):
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> Weights:
         return {
-            "codes": torch.empty(out_features, in_features, dtype=self.code_dtype, device=device),
+            "codes": self.allocate(out_features, in_features, dtype=self.code_dtype, device=device),
             "scales": torch.empty(out_features, dtype=torch.float32, device=device),
         }
 
@@ -66,7 +65,8 @@ class ScaledFormat(WeightFormat):
         self._load(weights["codes"], weights["scales"], source, shard)
 
     def finish_linear(self, weights: Weights) -> None:
-        weights["codes"], weights["scales"], _ = self.gemm.pack_scaled(self._linear(weights))
+        codes, weights["scales"], _ = self.gemm.pack_scaled(self._linear(weights))
+        weights["codes"] = settle(weights["codes"], codes)
 
     def apply_linear(self, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> torch.Tensor:
         return self.gemm.linear(x, self._linear(weights), bias)
@@ -81,7 +81,7 @@ class ScaledFormat(WeightFormat):
         weights = {}
         for name, rows, columns in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
             shape = (num_experts, rows, columns)
-            weights[f"{name}.codes"] = advise(torch.empty(shape, dtype=self.code_dtype, device=device))
+            weights[f"{name}.codes"] = self.allocate(*shape, dtype=self.code_dtype, device=device)
             weights[f"{name}.scales"] = torch.empty(shape[:2], dtype=torch.float32, device=device)
         return weights
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from hybridserve.kernels.gemm.interface import ScaledWeight
-from hybridserve.kernels.huge_pages import advise
-from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of
+from hybridserve.quant.format import Shard, Source, WeightError, WeightFormat, Weights, part_of, settle
 
 if TYPE_CHECKING:
+    import torch
+
     from hybridserve.kernels.moe.interface import ExpertDelta
 
 
@@ -30,13 +29,13 @@ class UnquantizedFormat(WeightFormat):
     def create_linear(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> Weights:
-        return {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
+        return {"weight": self.allocate(out_features, in_features, dtype=dtype, device=device)}
 
     def load_linear(self, weights: Weights, source: Source, shard: Shard) -> None:
         weights["weight"][shard.destination].copy_(plain(source)[shard.source])
 
     def finish_linear(self, weights: Weights) -> None:
-        weights["weight"] = self.gemm.pack(weights["weight"])
+        weights["weight"] = settle(weights["weight"], self.gemm.pack(weights["weight"]))
 
     def apply_linear(self, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None) -> torch.Tensor:
         return self.gemm.linear(x, weights["weight"], bias)
@@ -48,8 +47,8 @@ class UnquantizedFormat(WeightFormat):
         self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device
     ) -> Weights:
         return {
-            "gate_up": advise(torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)),
-            "down": advise(torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)),
+            "gate_up": self.allocate(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device),
+            "down": self.allocate(num_experts, hidden, intermediate, dtype=dtype, device=device),
         }
 
     def load_expert(self, weights: Weights, expert: int, part: str, source: Source, shard: Shard) -> None:

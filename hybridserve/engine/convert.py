@@ -101,6 +101,8 @@ class _Writer:
         self._checkpoint = checkpoint
         self._weights = weights
         self._formats = formats
+        for each in formats.formats.values():
+            each.keeps_weights = False
 
     def modules(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of what is quantized and of all other modules."""

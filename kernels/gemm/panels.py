@@ -7,11 +7,9 @@ A weight [.., out, in] becomes [.., out / P, in, P] or, for products of whole nu
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-
-from hybridserve.kernels.huge_pages import WeightMemory
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of weights that are no codes."""
@@ -23,7 +21,6 @@ class Panels:
 
     size: int
     """Outputs in a panel."""
-    memory: WeightMemory = field(default_factory=WeightMemory)
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> Panels:
@@ -38,8 +35,7 @@ class Panels:
     def lay_out(self, weight: torch.Tensor, *, in_pairs: bool) -> torch.Tensor:
         """A projection is copied; experts, all of which may be large, are laid out in place, one by one."""
         if weight.dim() == 2:
-            place = self.memory.empty(self._shape(weight.shape, in_pairs), weight.dtype)
-            return place.copy_(self._spread(weight, in_pairs))
+            return self._spread(weight, in_pairs).contiguous()
         weight = weight.contiguous()
         for expert in weight:
             expert.view(-1).copy_(self._spread(expert, in_pairs).reshape(-1))

@@ -53,7 +53,8 @@ def main() -> None:
         if fault == "load":
             raise ValueError("there is no such model here")
         if fault in ("load-hang", "load-slow"):
-            arguments = (*arguments[:-1], partial(dawdle, arguments[-1]))
+            *others, advance, local_rank = arguments
+            arguments = (*others, partial(dawdle, advance), local_rank)
         load(self, *arguments, **options)
 
     def dawdle(advance):
