@@ -1,5 +1,5 @@
 # make demo    install into .venv and watch the bundled model write, alone and with each of its adapters
-# make test    the default tests            make test-slow  the long ones
+# make test    the default tests            make test-slow  the long ones      make test-nightly  the longest
 # make lint    what CI checks before the tests
 #
 # Without an NVIDIA GPU, TORCH is installed first; with one, the newest torch that pyproject.toml allows is taken.
@@ -14,7 +14,7 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-nightly lint format clean
 
 # One thread: a model so small gains nothing from more, and on a busy machine loses much waiting for them.
 demo: $(VENV)/.installed
@@ -25,6 +25,9 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m slow
+
+test-nightly: $(VENV)/.installed-test
+	$(PYTEST) -m nightly
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -376,7 +376,7 @@ def test_mistakes_are_told_before_anything_runs(bare: Path) -> None:
     assert "there is no kernel" in found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dry_run_does_everything_but_measuring(bare: Path, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     out, results = tmp_path / "out", tmp_path / "results"

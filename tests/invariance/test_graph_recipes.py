@@ -71,7 +71,7 @@ def test_l014_sees_its_fault(
         graph_recipes.l014_adapters_come_and_go(kit, oracles)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), recipes.fork_n], ids=lambda recipe: recipe.__name__)
 def test_every_recipe_over_recorded_steps(
     recipe: Callable[[Path, Oracle], None], t_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch

@@ -338,7 +338,7 @@ def test_adapters_calls_are_checked(
     assert any("had other logits" in each.message for each in caplog.records)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), recipes.fork_n], ids=lambda recipe: recipe.__name__)
 def test_every_recipe_over_recorded_calls(
     recipe: Callable[[Path, Oracle], None], t_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch

@@ -168,7 +168,7 @@ def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is x86's")
 @pytest.mark.parametrize("operator", ["attention", "gemm", "lora", "moe", "pointwise", "ssm", "ssd"])
 def test_portable_code_passes_the_operators_tests(operator: str) -> None:
