@@ -89,6 +89,8 @@ def test_graphs_change_nothing(names: Any) -> None:
 def test_bfloat16_and_float16_are_finite_and_repeat() -> None:
     for dtype in ("bfloat16", "float16"):
         with engine(dtype=dtype, prefix_caching=False) as llm:
+            if DRY:  # on a CPU torch's float16 products have other bits in the first calls of a process
+                written(llm)
             first, second = written(llm), written(llm)
         assert_same(first, second)
         assert all(output.outputs[0].finish_reason == "length" for output in first)
