@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from hybridserve.engine.graphs import Recorder
+from hybridserve.engine.graphs import OnDemandRecorder
 from hybridserve.kernels import native
 
 if TYPE_CHECKING:
@@ -48,11 +48,9 @@ _SMALLEST_BLOCK = 64
 _uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-class CallRecorder(Recorder):
+class CallRecorder(OnDemandRecorder):
     """Recordings are made and replayed by one thread, one at a time. Several recorders know nothing of each
     other."""
-
-    ahead: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._pool = _Pool()

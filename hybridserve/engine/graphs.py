@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,18 +51,19 @@ COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 class Recorder(ABC):
     """Records what is called, with the addresses that it reads and writes."""
 
-    ahead: ClassVar[bool] = True
-    """Whether all that may be replayed is recorded before the first step; else what steps turn out to need
-    is, and it is seen to that a replay computes the same."""
-
     @abstractmethod
     def record(self, call: Callable[[], None]) -> Callable[[], None]:
         """What runs it again, for as long as the caller keeps it. What it allocates lies in memory that all
         recordings of a recorder share."""
 
+
+class OnDemandRecorder(Recorder):
+    """One for which not all that may be replayed is recorded before the first step, but what steps turn out
+    to need; and it is seen to that a replay computes the same."""
+
+    @abstractmethod
     def clear(self) -> None:
-        """Leave nothing in that memory of what was computed."""
-        raise NotImplementedError
+        """Leave nothing in the shared memory of what was computed."""
 
 
 class CUDARecorder(Recorder):
@@ -192,7 +193,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _OnDemand:
-    recorder: Recorder
+    recorder: OnDemandRecorder
     recordable: Recordable
     num_threads: int = field(default_factory=torch.get_num_threads)
     """For which kernels were told to divide their work."""
@@ -224,8 +225,8 @@ class DecodeGraphs:
 
     def record(self, recorder: Recorder, recordable: Recordable) -> None:
         """The largest come first, and those with adapters before those without: the others find room in their
-        memory. A recorder that does not record ahead is asked by `find`, where a step is about to run."""
-        if not recorder.ahead:
+        memory. An `OnDemandRecorder` is asked by `find`, where a step is about to run."""
+        if isinstance(recorder, OnDemandRecorder):
             self._on_demand = _OnDemand(recorder, recordable)
             return
         largest = recordable(self._tensors(self.plan.sizes[-1], self.plan.lengths[0]), None)()

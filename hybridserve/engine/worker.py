@@ -72,7 +72,7 @@ class Worker:
 
     def record_graphs(self, plan: GraphPlan, recorder: Recorder) -> None:
         """Before there are any adapters: those that come later find room in what is recorded."""
-        if plan.adapter_sizes and recorder.ahead:
+        if plan.adapter_sizes and not plan.on_demand:
             assert self._context.lora is not None
             self._context.lora.reserve(self._max_rank, self._context.dtype)
             self._context.lora.write(self._context.device)
