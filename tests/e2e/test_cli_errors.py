@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -25,17 +24,14 @@ GENERATE = ["generate", "demo", "--prompt", "x", "--max-tokens", "2"]
 
 def run(*arguments: str, limit: int | None = None) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, which may have so many bytes of addresses."""
-
-    def limited() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
+    command = [sys.executable, "-m", "hybridserve", *arguments]
+    if limit is not None:  # by a shell: to run code before exec, all that this process has mapped is forked
+        command = ["sh", "-c", f'ulimit -v {limit // 1024} && exec "$@"', "sh", *command]
     return subprocess.run(
-        [sys.executable, "-m", "hybridserve", *arguments],
+        command,
         capture_output=True,
         text=True,
         timeout=300,
-        preexec_fn=limited,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
 
