@@ -6,10 +6,11 @@ where the time goes.
 Parts, each cell of which is measured in a process of its own (`cpu_cells.py`):
 
 - speed: each workload in float32, bfloat16 and int8: tokens/s, the ratio to transformers' `generate` (static
-  batch, padded on the left; int8 against its bfloat16), and the share of the limit. The limit is measured
-  in the same run: memory as large as the weights read once a step, products at the best backend's speed
-  (`limits.py`). transformers takes minutes for W3 and W4 where a CPU lacks bfloat16 instructions: they are
-  run once, W1 and W2 three times at most (`--peer-repeats` lowers both, 0 leaves it out).
+  batch, padded on the left) in the same dtype, for int8 in bfloat16, and to the faster of its dtypes; and
+  the share of the limit. The limit is measured in the same run: memory as large as the weights read once a
+  step, products at the best backend's speed (`limits.py`). transformers runs W3 and W4 once, W1 and W2 three
+  times at most (`--peer-repeats` lowers both, 0 leaves it out), and W4 in bfloat16 only on a CPU that has
+  instructions for it: elsewhere it takes a quarter of an hour.
 - where: shares of a run's time by operator, the layers around them, and the host's work.
 - host: milliseconds of a decode step of 64 sequences.
 - adapters: W2 with 8 adapters mixed against the base model, in the same engine, in turn.
@@ -66,9 +67,24 @@ class Report:
             path.write_text(text + "\n")
 
 
+def peers(report: Report, dtypes: list[str], workloads: list[str]) -> dict[tuple[str, str], float]:
+    """Tokens/s of transformers, by dtype and workload."""
+    rates = {}
+    has_bfloat16 = "avx512_bf16" in report.described["machine"]["features"]
+    for dtype in dict.fromkeys("bfloat16" if dtype == "int8" else dtype for dtype in dtypes):
+        for workload in workloads:
+            repeats = min(report.args.repeats, PEER_REPEATS[workload], report.args.peer_repeats)
+            if repeats and not (workload == "W4" and dtype == "bfloat16" and not has_bfloat16):
+                peer = report.cell("transformers", dtype=dtype, workload=workload, repeats=repeats)
+                report.keep(peer, "transformers", dtype, workload)
+                rates[dtype, workload] = peer["tokens_per_second"]
+                print(f"transformers, {dtype} {workload}: {rates[dtype, workload]:.1f} tok/s", flush=True)
+    return rates
+
+
 def speed(report: Report, dtypes: list[str], workloads: list[str]) -> None:
-    print(f"{'':14}{'tok/s':>9}{'limit':>9}{'share':>7}{'peer':>9}{'ratio':>7}")
-    peers: dict[tuple[str, str], float] = {}
+    rates = peers(report, dtypes, workloads)
+    print(f"{'':14}{'tok/s':>9}{'limit':>9}{'share':>7}{'peer':>9}{'ratio':>7}{'to best':>9}")
     for dtype in dtypes:
         limits = report.cell("limits", dtype=dtype)
         report.keep(limits, "limits", dtype)
@@ -79,21 +95,24 @@ def speed(report: Report, dtypes: list[str], workloads: list[str]) -> None:
         for workload in workloads:
             given = {"dtype": dtype, "workload": workload}
             found = report.cell("engine", **given, bandwidth=limits["bandwidth"], macs=limits["macs"])
-            kind = "bfloat16" if dtype == "int8" else dtype
-            repeats = min(report.args.repeats, PEER_REPEATS[workload], report.args.peer_repeats)
-            if repeats and (kind, workload) not in peers:
-                peer = report.cell("transformers", dtype=kind, workload=workload, repeats=repeats)
-                report.keep(peer, "transformers", kind, workload)
-                peers[kind, workload] = peer["tokens_per_second"]
-            other = peers.get((kind, workload))
-            found |= {"transformers": other, "ratio": found["tokens_per_second"] / other if other else None}
+            peer = rates.get(("bfloat16" if dtype == "int8" else dtype, workload))
+            best = max((rate for (_, of), rate in rates.items() if of == workload), default=None)
+            mine = found["tokens_per_second"]
+            found |= {
+                "transformers": peer,
+                "ratio": mine / peer if peer else None,
+                "ratio_to_best": mine / best if best else None,
+            }
             report.keep(found, "speed", dtype, workload)
-            compared = f"{other:9.1f}{found['ratio']:7.2f}" if other else f"{'-':>9}{'-':>7}"
             print(
-                f"{dtype:10}{workload:4}{found['tokens_per_second']:9.1f}{found['limit']:9.1f}"
-                f"{found['of_limit']:7.1%}{compared}",
+                f"{dtype:10}{workload:4}{mine:9.1f}{found['limit']:9.1f}{found['of_limit']:7.1%}"
+                f"{_shown(peer, 9, 1)}{_shown(found['ratio'], 7, 2)}{_shown(found['ratio_to_best'], 9, 2)}",
                 flush=True,
             )
+
+
+def _shown(number: float | None, width: int, digits: int) -> str:
+    return f"{'-':>{width}}" if number is None else f"{number:{width}.{digits}f}"
 
 
 def where(report: Report, dtypes: list[str], workloads: list[str]) -> None:
