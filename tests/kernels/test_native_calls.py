@@ -1,4 +1,4 @@
-"""Kernels in C are called once a layer and operator, whatever the rows, and hold up no other thread of Python."""
+"""C kernels are called once a layer and operator, whatever the rows, and hold up no other Python thread."""
 
 from __future__ import annotations
 
