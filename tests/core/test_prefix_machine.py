@@ -150,4 +150,4 @@ TestPrefixMachine.settings = settings(
 
 @pytest.mark.slow
 class TestPrefixMachineLong(PrefixMachine.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=60, deadline=None)
+    settings = settings(max_examples=500, stateful_step_count=60, deadline=None)

@@ -101,4 +101,4 @@ TestSchedulerMachine.settings = settings(
 
 @pytest.mark.slow
 class TestSchedulerMachineLong(SchedulerMachine.TestCase):
-    settings = settings(max_examples=1000, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=500, stateful_step_count=50, deadline=None)
