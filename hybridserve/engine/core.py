@@ -72,8 +72,8 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._builder = builder
         self._grammars = grammars or Grammars()
-        self._masks = builder.masks or TokenMasks(vocab_size)
-        builder.masks = self._masks
+        self._masks = builder.sampling.masks or TokenMasks(vocab_size)
+        builder.sampling.masks = self._masks
         self._in_flight: deque[tuple[ScheduledStep, BuiltStep]] = deque()
         self._live: dict[str, _Live] = {}
         self._outbox: list[SequenceOutput] = []
@@ -292,24 +292,30 @@ class EngineCore:
         built = self._builder.build(step, self.scheduler.requests)
         self.stats.seconds["build"] += time.perf_counter() - scheduled
         now = time.monotonic()
+        live_ones = self._live
         for seq in step.sequences:
-            self.stats.num_computed_tokens += seq.length
-            live = self._live[seq.request_id]
-            live.first_scheduled = live.first_scheduled or now
-            for request_id in seq.samples:
-                if request_id not in self._live:  # a continuation that forks here
-                    child = self.scheduler.requests[request_id]
-                    self.adapters.acquire(child)
-                    live.family.add(request_id)
-                    self._live[request_id] = _Live(
-                        child, live.arrival, live.first_scheduled, family=live.family
-                    )
+            live = live_ones[seq.request_id]
+            if live.first_scheduled is None:
+                live.first_scheduled = now
+            if len(seq.samples) > 1:  # continuations fork here
+                self._begin_children(live, seq.samples)
+        self.stats.num_computed_tokens += step.num_tokens
         self.adapters.step_begins()
         with self.interrupts.let_through():
             self.executor.submit(built.input)
         self._in_flight.append((step, built))
         self.stats.num_steps += 1
         return True
+
+    def _begin_children(self, parent: _Live, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if request_id not in self._live:
+                child = self.scheduler.requests[request_id]
+                self.adapters.acquire(child)
+                parent.family.add(request_id)
+                self._live[request_id] = _Live(
+                    child, parent.arrival, parent.first_scheduled, family=parent.family
+                )
 
     def _finish_step(self) -> None:
         with self.interrupts.let_through():
@@ -323,43 +329,45 @@ class EngineCore:
             live = self._live[request_id]
             live.num_prompt_scored += len(scored)
             self._emit(live.request, prompt_logprobs=scored)
-        for request_id, token_id in sampled.items():
-            if token_id < 0:
-                self.scheduler.distrust(request_id)
-                self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
-                self._abort(request_id, NOT_FINITE)
-        complete = self._follow_grammars(sampled)
+        for request_id in [request_id for request_id, token_id in sampled.items() if token_id < 0]:
+            self.scheduler.distrust(request_id)
+            self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
+            self._abort(request_id, NOT_FINITE)
+        complete = self._follow_grammars(built, sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)
         now = time.monotonic()
-        for event in self.scheduler.update(step.step_id, sampled, complete):
-            live = self._live[event.request_id]
-            if event.token_id is None:
+        for request_id, token_id, _ in self.scheduler.update(step.step_id, sampled, complete):
+            live = self._live[request_id]
+            if token_id is None:
                 self._emit(live.request)
                 continue
-            live.first_token = live.first_token or now
+            if live.first_token is None:
+                live.first_token = now
             self.stats.num_generated_tokens += 1
-            scored_token = logprobs.get(event.request_id)
             self._emit(
                 live.request,
-                [event.token_id],
-                None if scored_token is None else [scored_token],
-                ends_in_text=event.request_id in complete
-                and event.token_id not in self._masks.eos_token_ids
+                [token_id],
+                [logprobs[request_id]] if request_id in logprobs else None,
+                ends_in_text=request_id in complete
+                and token_id not in self._masks.eos_token_ids
                 and live.request.stop_reason is None,
             )
         self.stats.seconds["forward"] += result.forward_seconds
         self.stats.seconds["sample"] += result.sample_seconds
         self.stats.seconds["update"] += time.perf_counter() - begin
 
-    def _follow_grammars(self, sampled: Mapping[str, int]) -> set[str]:
+    def _follow_grammars(self, built: BuiltStep, sampled: Mapping[str, int]) -> set[str]:
         """Returns those whose text is complete with the token that they drew. One whose grammar can't go on
         from there ends, and nobody else."""
-        complete = set()
-        for request_id, token_id in sampled.items():
+        complete: set[str] = set()
+        if built.input.sampling is None or (allowed := built.input.sampling.allowed) is None:
+            return complete
+        for row in allowed.rows:
+            request_id = built.sample_ids[row]
             request = self.scheduler.requests.get(request_id)
             if request is None or request.params.structured_outputs is None:
                 continue
-            is_complete, error = self._masks.accept(request, token_id)
+            is_complete, error = self._masks.accept(request, sampled[request_id])
             if error is not None:
                 self._abort(request_id, error)
             elif is_complete:
@@ -404,7 +412,7 @@ class EngineCore:
     def _emit(
         self,
         request: Request,
-        token_ids: Sequence[int] = (),
+        token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         ends_in_text: bool = False,
@@ -429,7 +437,7 @@ class EngineCore:
             SequenceOutput(
                 request_id=request.parent_id or request.id,
                 index=request.index,
-                token_ids=list(token_ids),
+                token_ids=token_ids or [],
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=request.finish_reason,

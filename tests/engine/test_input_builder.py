@@ -7,7 +7,8 @@ import pytest
 
 from hybridserve.core.request import Request, SamplingParams
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies, UnitCopy
-from hybridserve.engine.input_builder import BANNED, InputBuilder, _Drawing
+from hybridserve.engine.input_builder import InputBuilder
+from hybridserve.engine.sampling_input import BANNED, Drawing
 
 
 def make_request(request_id: str, num_prompt: int, output: tuple[int, ...] = (), **params: object) -> Request:
@@ -182,7 +183,7 @@ def test_draws_depend_on_seed_continuation_and_position_alone() -> None:
 
 
 def test_draws_are_uniform() -> None:
-    drawing = _Drawing.of([make_request("r", 3, seed=seed) for seed in range(100)], 0)
+    drawing = Drawing.of([make_request("r", 3, seed=seed) for seed in range(100)], 0)
     drawn = np.concatenate([drawing.uniform(np.full(100, position)) for position in range(50)])
     assert drawn.min() >= 0
     assert drawn.max() < 1
