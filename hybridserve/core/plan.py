@@ -12,7 +12,7 @@ from hybridserve.core.named import maker
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from hybridserve.core.cache_manager import ForkCopies
     from hybridserve.core.compaction import Renaming
@@ -80,19 +80,20 @@ class StepPlan:
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )
 
-    def _rows(self) -> Iterator[tuple[Any, ...]]:
+    def _rows(self) -> list[tuple[Any, ...]]:
         """The fields of every `ScheduledSequence`."""
-        for request, start, length, samples, adapter_slot in self.shares:
-            state_slot = request.state_slot
-            yield (
+        return [
+            (
                 request.id,
                 start,
                 length,
                 samples,
-                start > 0 and state_slot > 0,
+                start > 0 and request.state_slot > 0,
                 request.block_ids,
-                state_slot,
+                request.state_slot,
                 adapter_slot,
                 request.adapter_start,
                 request.write_from,
             )
+            for request, start, length, samples, adapter_slot in self.shares
+        ]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridserve.core.limits import check_vocabulary
 from hybridserve.core.request import FinishReason, Request, RequestStatus
-from hybridserve.core.scheduler import Scheduler
 from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine import scores
 from hybridserve.engine.adapters import EngineAdapters, create_store
 from hybridserve.engine.executors import create_executor
 from hybridserve.engine.grammars import Grammars
-from hybridserve.engine.input_builder import BuiltStep, InputBuilder
+from hybridserve.engine.makers import make_builder, make_scheduler
 from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
 from hybridserve.engine.stats import EngineStats
 from hybridserve.engine.token_masks import TokenMasks
@@ -29,8 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
+    from hybridserve.core.scheduler import Scheduler
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.executor import Executor
+    from hybridserve.engine.input_builder import BuiltStep, InputBuilder
     from hybridserve.engine.planner import EnginePlan
 
 T = TypeVar("T")
@@ -103,49 +104,14 @@ class EngineCore:
             tokenizer = resolve_model(config.tokenizer) if config.tokenizer else model_path
             file = tokenizer / "tokenizer.json"
             grammars = Grammars(file if file.is_file() else None, plan.vocab_size, eos)
-            return cls._over(executor, config, plan, eos, buckets, grammars)
+            store = create_store(config, plan, executor)
+            scheduler = make_scheduler(config, plan, eos, None if store is None else store.device_bytes)
+            builder = make_builder(config, plan, eos, buckets)
+            adapters = EngineAdapters(scheduler, executor, store)
+            return cls(scheduler, builder, executor, plan.vocab_size, adapters, grammars)
         except BaseException:
             executor.close()
             raise
-
-    @classmethod
-    def _over(
-        cls,
-        executor: Executor,
-        config: EngineConfig,
-        plan: EnginePlan,
-        eos: Sequence[int],
-        buckets: Sequence[int],
-        grammars: Grammars,
-    ) -> EngineCore:
-        store = create_store(config, plan, executor)
-        scheduler = Scheduler(
-            plan.layout,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            policy=config.scheduler.policy,
-            eos_token_ids=eos,
-            check_integrity=config.cache.check_integrity,
-            adapters=None if plan.lora is None else plan.lora.slots(),
-            adapter_bytes=None if store is None else store.device_bytes,
-            fair_share=config.lora.fair_share,
-            max_running_per_adapter=config.lora.max_running_per_adapter,
-            prefix_caching=plan.prefix_caching,
-            checkpoint_interval=plan.checkpoint_interval,
-            num_host_slabs=plan.host.num_slabs,
-            preemption=plan.host.preemption,
-            swap_bytes_per_token=plan.host.swap_bytes_per_token,
-        )
-        builder = InputBuilder(
-            block_size=plan.layout.block_size,
-            seed=config.seed,
-            eos_token_ids=eos,
-            buckets=buckets,
-            masks=TokenMasks(plan.vocab_size, eos),
-        )
-        adapters = EngineAdapters(scheduler, executor, store)
-        return cls(scheduler, builder, executor, plan.vocab_size, adapters, grammars)
 
     def warm_up(self) -> None:
         """Do now what the first request of some kind would hold up others with."""
