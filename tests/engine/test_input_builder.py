@@ -91,6 +91,16 @@ def test_block_table_follows_a_request_that_starts_again_elsewhere() -> None:
     assert builder.build(step, {"r": request}).input.block_table.tolist() == [[7, 8, 9]]
 
 
+def test_a_request_that_is_back_with_fewer_blocks_leaves_none_behind() -> None:
+    """Preempted and admitted again for the next step, beside one whose row stays."""
+    builder = InputBuilder(block_size=4, seed=0)
+    requests = {name: make_request(name, 12) for name in "ab"}
+    b = ScheduledSequence("b", 0, 12, ("b",), False, (4, 5, 6), 2)
+    builder.build(make_step(ScheduledSequence("a", 0, 12, ("a",), False, (1, 2, 3), 1), b), requests)
+    back = ScheduledStep(1, (ScheduledSequence("a", 0, 4, (), False, (7,), 3), b), finished=("a",))
+    assert builder.build(back, requests).input.block_table.tolist() == [[7, 0, 0], [4, 5, 6]]
+
+
 def test_rows_of_a_moved_request_are_written_anew() -> None:
     """Blocks and slot have other numbers, no request has come or gone, and no row has grown."""
     builder = InputBuilder(block_size=4, seed=0)
