@@ -85,11 +85,11 @@ class Limits:
                 f"{num_cached} in the cache; it holds {layout.max_tokens_one_sequence() or 0} of one sequence"
             )
 
-    def finish_reason(self, request: Request, token: int, *, is_complete: bool) -> FinishReason | None:
+    def finish_reason(self, request: Request, token: int, is_complete: bool) -> FinishReason | None:
         """Whether the token that a request has just drawn ends it; sets `stop_reason`. `is_complete`: nothing
         may follow it."""
-        params = request.params
-        if len(request.output_ids) > params.min_tokens:
+        params, num_output = request.params, len(request.output_ids)
+        if num_output > params.min_tokens:
             if token in params.stop_token_ids:
                 request.stop_reason = token
                 return FinishReason.STOP
@@ -97,4 +97,5 @@ class Limits:
                 return FinishReason.STOP
         if is_complete:
             return FinishReason.STOP
-        return FinishReason.LENGTH if request.num_known > request.max_computed else None
+        num_known = len(request.prompt_ids) + num_output
+        return FinishReason.LENGTH if num_known > request.max_computed else None

@@ -5,9 +5,10 @@ know who decides it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hybridserve.core.compaction import rename_copies
+from hybridserve.core.named import maker
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies
 
 if TYPE_CHECKING:
@@ -19,30 +20,11 @@ if TYPE_CHECKING:
     from hybridserve.core.step import UnitCopy
 
 
-class Share(NamedTuple):
-    """A request's share of a step: tokens `start .. start + length`. Where they go is not said before the
-    step is frozen, as what its memory is called may still change."""
+_sequence = maker(ScheduledSequence)
 
-    request: Request
-    start: int
-    length: int
-    samples: tuple[str, ...]
-    adapter_slot: int
-
-    def freeze(self) -> ScheduledSequence:
-        request = self.request
-        return ScheduledSequence(
-            request.id,
-            self.start,
-            self.length,
-            self.samples,
-            self.start > 0 and request.state_slot > 0,
-            request.block_ids,
-            request.state_slot,
-            self.adapter_slot,
-            request.adapter_start,
-            request.write_from,
-        )
+Share = tuple["Request", int, int, tuple[str, ...], int]
+"""A request's share of a step: the request, tokens `start`, `length`, who draws, its adapter's slot. Where
+they go is not said before the step is frozen, as what its memory is called may still change."""
 
 
 @dataclass(slots=True)
@@ -86,7 +68,7 @@ class StepPlan:
     ) -> ScheduledStep:
         return ScheduledStep(
             step_id=self.step_id,
-            sequences=tuple([share.freeze() for share in self.shares]),
+            sequences=tuple(map(_sequence, self._rows())),
             state_copies=tuple(self.state_copies),
             block_copies=tuple(self.block_copies),
             state_saves=self.state_saves,
@@ -97,3 +79,21 @@ class StepPlan:
             finished=tuple(dict.fromkeys(finished)),
             adapter_generations=tuple([(slot, generation(slot)) for slot in sorted(self.adapter_slots)]),
         )
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        """The fields of every `ScheduledSequence`."""
+        return [
+            (
+                request.id,
+                start,
+                length,
+                samples,
+                start > 0 and request.state_slot > 0,
+                request.block_ids,
+                request.state_slot,
+                adapter_slot,
+                request.adapter_start,
+                request.write_from,
+            )
+            for request, start, length, samples, adapter_slot in self.shares
+        ]

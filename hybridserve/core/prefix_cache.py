@@ -16,7 +16,7 @@ from hybridserve.core.slabs import IntegrityError
 from hybridserve.core.step import UnitCopy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from hybridserve.core.block_pool import BlockPool
     from hybridserve.core.cache_spec import CacheLayout
@@ -232,10 +232,12 @@ class PrefixCache(PrefixStore):
         if trail is not None and (node := trail.suspect()) is not None:
             self.index.void(node)
 
-    def drew(self, request: Request) -> None:
-        """A step that has finished drew a token of it, so its logits were finite."""
-        if (trail := self._trails.get(request.id)) is not None and trail.unproven:
-            trail.drew()
+    def drew(self, requests: Iterable[Request]) -> None:
+        """A step that has finished drew a token of each, so their logits were finite."""
+        trails = self._trails
+        for request in requests:
+            if (trail := trails.get(request.id)) is not None and trail.unproven:
+                trail.drew()
 
     def forked(self, child: Request) -> None:
         """A request begins with what its parent has computed."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hybridserve.core.live_requests import LiveRequests, TokenEvent
-from hybridserve.core.plan import Share, StepPlan
+from hybridserve.core.named import maker
+from hybridserve.core.plan import StepPlan
 from hybridserve.core.prefix_trails import Match
 from hybridserve.core.request import FinishReason, Request, RequestStatus
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from hybridserve.core.step import ScheduledStep
 
 MAX_STEPS_IN_FLIGHT = 2
+
+_token_event = maker(TokenEvent)
 
 
 def _up_to_cut(request: Request, length: int) -> int:
@@ -97,17 +100,21 @@ class Scheduler(LiveRequests):
     def _schedule_running(self, plan: StepPlan) -> None:
         todo = [(request, count) for request in self._running if (count := request.num_runnable)]
         num_decodes = sum([count == 1 for _, count in todo])
+        block_size, running = self.layout.block_size, RequestStatus.RUNNING
         for request, count in todo:
-            if not plan.budget or request.status is not RequestStatus.RUNNING:
+            if not plan.budget or request.status is not running:
                 break
-            num_decodes -= count == 1
-            # A long prompt leaves room for the decodes after it.
-            length = _up_to_cut(request, min(count, max(1, plan.budget - num_decodes)))
+            if count == 1:
+                num_decodes -= 1
+                length = 1
+            else:  # a long prompt leaves room for the decodes after it
+                length = _up_to_cut(request, min(count, max(1, plan.budget - num_decodes)))
             num_tokens = request.num_computed + length
-            num_blocks = self.cache.blocks_needed(request, num_tokens)
-            if num_blocks and (plan.is_starved or not self._make_room(request, num_tokens, num_blocks)):
-                plan.is_starved = True  # from here on, only those that need no memory
-                continue
+            if num_tokens > len(request.block_ids) * block_size:
+                num_blocks = self.cache.blocks_needed(request, num_tokens)
+                if num_blocks and (plan.is_starved or not self._make_room(request, num_tokens, num_blocks)):
+                    plan.is_starved = True  # from here on, only those that need no memory
+                    continue
             self._advance(plan, request, length)
 
     def _make_room(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
@@ -168,22 +175,23 @@ class Scheduler(LiveRequests):
 
     def _advance(self, plan: StepPlan, request: Request, length: int) -> None:
         """Put the next `length` tokens of a request, whose memory is reserved, into the step."""
-        start, end = request.num_computed, request.num_computed + length
+        start, size = request.num_computed, self.layout.block_size
+        end = start + length
         samples: tuple[str, ...] = ()
         request.num_computed = end  # before children come, who would ask for a checkpoint within this chunk
-        if end == request.num_tokens:
+        num_prompt = len(request.prompt_ids)
+        if end == num_prompt + len(request.output_ids) + request.num_pending:
             if request.params.max_tokens == 0:
                 plan.completed.append(request)
             else:
                 samples = (request.id,)
                 plan.draws.append(request)
-                if end == request.num_prompt and request.params.n > 1:
+                if end == num_prompt and request.params.n > 1:
                     children = self._create_children(request)
                     samples += tuple(child.id for child in children)
                     plan.draws += children
                 request.num_pending += 1
         request.last_step = plan.step_id
-        size = self.layout.block_size
         if end // size > start // size:
             self.cache.prefix.computed(request, start)
         plan.budget -= length
@@ -193,7 +201,7 @@ class Scheduler(LiveRequests):
         if request.adapter_id is not None:
             adapter_slot = self._turns.charge(request.adapter_id, share, length, plan.step_id)
             plan.adapter_slots.add(adapter_slot)
-        plan.shares.append(Share(request, start, length, samples, adapter_slot))
+        plan.shares.append((request, start, length, samples, adapter_slot))
 
     # ---- results
 
@@ -209,23 +217,25 @@ class Scheduler(LiveRequests):
         flight = self._in_flight.popleft()
         self.cache.step_finished(step_id)
         self.adapters.step_finished(step_id)
+        waiting, finished = RequestStatus.WAITING, RequestStatus.FINISHED
+        drawn = [request for request in flight.draws if request.status is not finished]
+        self.cache.prefix.drew(drawn)
+        shares, finish_reason_of = self._waiting.shares, self._limits.finish_reason
         events = []
-        for request in flight.draws:
-            if request.status is RequestStatus.FINISHED:
-                continue
-            token = sampled[request.id]
+        for request in drawn:
+            request_id = request.id
+            token = sampled[request_id]
             request.output_ids.append(token)
             request.num_pending -= 1
-            self.cache.prefix.drew(request)
-            self._waiting.shares[request.adapter].num_generated_tokens += 1
-            finish_reason = self._limits.finish_reason(request, token, is_complete=request.id in complete)
-            events.append(TokenEvent(request.id, token, finish_reason))
+            shares[request.adapter].num_generated_tokens += 1
+            finish_reason = finish_reason_of(request, token, request_id in complete)
+            events.append(_token_event((request_id, token, finish_reason)))
             if finish_reason is not None:
                 self._finish(request, finish_reason)
-            elif request.status is RequestStatus.WAITING and not self._forks.waits(request):
+            elif request.status is waiting and not self._forks.waits(request):
                 self._queue_when_known(request)
         for request in flight.completed:
-            if request.status is not RequestStatus.FINISHED:
+            if request.status is not finished:
                 events.append(TokenEvent(request.id, None, FinishReason.LENGTH))
                 self._finish(request, FinishReason.LENGTH)
         if self._checks:

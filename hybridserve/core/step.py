@@ -114,4 +114,4 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum(sequence.length for sequence in self.sequences)
+        return sum([sequence.length for sequence in self.sequences])

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridserve.core.limits import check_vocabulary
 from hybridserve.core.request import FinishReason, Request, RequestStatus
-from hybridserve.core.scheduler import Scheduler
 from hybridserve.distributed.failure import RankFailure
 from hybridserve.engine import scores
 from hybridserve.engine.adapters import EngineAdapters, create_store
 from hybridserve.engine.executors import create_executor
 from hybridserve.engine.grammars import Grammars
-from hybridserve.engine.input_builder import BuiltStep, InputBuilder
+from hybridserve.engine.makers import make_builder, make_scheduler
 from hybridserve.engine.messages import EngineRequest, RequestMetrics, SequenceOutput, TokenLogprobs
 from hybridserve.engine.stats import EngineStats
 from hybridserve.engine.token_masks import TokenMasks
@@ -29,8 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hybridserve.config.schema import EngineConfig
+    from hybridserve.core.scheduler import Scheduler
     from hybridserve.core.step import ScheduledStep
     from hybridserve.engine.executor import Executor
+    from hybridserve.engine.input_builder import BuiltStep, InputBuilder
     from hybridserve.engine.planner import EnginePlan
 
 T = TypeVar("T")
@@ -72,8 +73,8 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._builder = builder
         self._grammars = grammars or Grammars()
-        self._masks = builder.masks or TokenMasks(vocab_size)
-        builder.masks = self._masks
+        self._masks = builder.sampling.masks or TokenMasks(vocab_size)
+        builder.sampling.masks = self._masks
         self._in_flight: deque[tuple[ScheduledStep, BuiltStep]] = deque()
         self._live: dict[str, _Live] = {}
         self._outbox: list[SequenceOutput] = []
@@ -103,49 +104,14 @@ class EngineCore:
             tokenizer = resolve_model(config.tokenizer) if config.tokenizer else model_path
             file = tokenizer / "tokenizer.json"
             grammars = Grammars(file if file.is_file() else None, plan.vocab_size, eos)
-            return cls._over(executor, config, plan, eos, buckets, grammars)
+            store = create_store(config, plan, executor)
+            scheduler = make_scheduler(config, plan, eos, None if store is None else store.device_bytes)
+            builder = make_builder(config, plan, eos, buckets)
+            adapters = EngineAdapters(scheduler, executor, store)
+            return cls(scheduler, builder, executor, plan.vocab_size, adapters, grammars)
         except BaseException:
             executor.close()
             raise
-
-    @classmethod
-    def _over(
-        cls,
-        executor: Executor,
-        config: EngineConfig,
-        plan: EnginePlan,
-        eos: Sequence[int],
-        buckets: Sequence[int],
-        grammars: Grammars,
-    ) -> EngineCore:
-        store = create_store(config, plan, executor)
-        scheduler = Scheduler(
-            plan.layout,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            policy=config.scheduler.policy,
-            eos_token_ids=eos,
-            check_integrity=config.cache.check_integrity,
-            adapters=None if plan.lora is None else plan.lora.slots(),
-            adapter_bytes=None if store is None else store.device_bytes,
-            fair_share=config.lora.fair_share,
-            max_running_per_adapter=config.lora.max_running_per_adapter,
-            prefix_caching=plan.prefix_caching,
-            checkpoint_interval=plan.checkpoint_interval,
-            num_host_slabs=plan.host.num_slabs,
-            preemption=plan.host.preemption,
-            swap_bytes_per_token=plan.host.swap_bytes_per_token,
-        )
-        builder = InputBuilder(
-            block_size=plan.layout.block_size,
-            seed=config.seed,
-            eos_token_ids=eos,
-            buckets=buckets,
-            masks=TokenMasks(plan.vocab_size, eos),
-        )
-        adapters = EngineAdapters(scheduler, executor, store)
-        return cls(scheduler, builder, executor, plan.vocab_size, adapters, grammars)
 
     def warm_up(self) -> None:
         """Do now what the first request of some kind would hold up others with."""
@@ -292,24 +258,30 @@ class EngineCore:
         built = self._builder.build(step, self.scheduler.requests)
         self.stats.seconds["build"] += time.perf_counter() - scheduled
         now = time.monotonic()
+        live_ones = self._live
         for seq in step.sequences:
-            self.stats.num_computed_tokens += seq.length
-            live = self._live[seq.request_id]
-            live.first_scheduled = live.first_scheduled or now
-            for request_id in seq.samples:
-                if request_id not in self._live:  # a continuation that forks here
-                    child = self.scheduler.requests[request_id]
-                    self.adapters.acquire(child)
-                    live.family.add(request_id)
-                    self._live[request_id] = _Live(
-                        child, live.arrival, live.first_scheduled, family=live.family
-                    )
+            live = live_ones[seq.request_id]
+            if live.first_scheduled is None:
+                live.first_scheduled = now
+            if len(seq.samples) > 1:  # continuations fork here
+                self._begin_children(live, seq.samples)
+        self.stats.num_computed_tokens += step.num_tokens
         self.adapters.step_begins()
         with self.interrupts.let_through():
             self.executor.submit(built.input)
         self._in_flight.append((step, built))
         self.stats.num_steps += 1
         return True
+
+    def _begin_children(self, parent: _Live, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if request_id not in self._live:
+                child = self.scheduler.requests[request_id]
+                self.adapters.acquire(child)
+                parent.family.add(request_id)
+                self._live[request_id] = _Live(
+                    child, parent.arrival, parent.first_scheduled, family=parent.family
+                )
 
     def _finish_step(self) -> None:
         with self.interrupts.let_through():
@@ -323,43 +295,45 @@ class EngineCore:
             live = self._live[request_id]
             live.num_prompt_scored += len(scored)
             self._emit(live.request, prompt_logprobs=scored)
-        for request_id, token_id in sampled.items():
-            if token_id < 0:
-                self.scheduler.distrust(request_id)
-                self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
-                self._abort(request_id, NOT_FINITE)
-        complete = self._follow_grammars(sampled)
+        for request_id in [request_id for request_id, token_id in sampled.items() if token_id < 0]:
+            self.scheduler.distrust(request_id)
+            self.stats.num_not_finite += request_id in self._live  # or a step in flight has one more
+            self._abort(request_id, NOT_FINITE)
+        complete = self._follow_grammars(built, sampled)
         logprobs = scores.of_draws(built, result, self.scheduler.requests)
         now = time.monotonic()
-        for event in self.scheduler.update(step.step_id, sampled, complete):
-            live = self._live[event.request_id]
-            if event.token_id is None:
+        for request_id, token_id, _ in self.scheduler.update(step.step_id, sampled, complete):
+            live = self._live[request_id]
+            if token_id is None:
                 self._emit(live.request)
                 continue
-            live.first_token = live.first_token or now
+            if live.first_token is None:
+                live.first_token = now
             self.stats.num_generated_tokens += 1
-            scored_token = logprobs.get(event.request_id)
             self._emit(
                 live.request,
-                [event.token_id],
-                None if scored_token is None else [scored_token],
-                ends_in_text=event.request_id in complete
-                and event.token_id not in self._masks.eos_token_ids
+                [token_id],
+                [logprobs[request_id]] if request_id in logprobs else None,
+                ends_in_text=request_id in complete
+                and token_id not in self._masks.eos_token_ids
                 and live.request.stop_reason is None,
             )
         self.stats.seconds["forward"] += result.forward_seconds
         self.stats.seconds["sample"] += result.sample_seconds
         self.stats.seconds["update"] += time.perf_counter() - begin
 
-    def _follow_grammars(self, sampled: Mapping[str, int]) -> set[str]:
+    def _follow_grammars(self, built: BuiltStep, sampled: Mapping[str, int]) -> set[str]:
         """Returns those whose text is complete with the token that they drew. One whose grammar can't go on
         from there ends, and nobody else."""
-        complete = set()
-        for request_id, token_id in sampled.items():
+        complete: set[str] = set()
+        if built.input.sampling is None or (allowed := built.input.sampling.allowed) is None:
+            return complete
+        for row in allowed.rows:
+            request_id = built.sample_ids[row]
             request = self.scheduler.requests.get(request_id)
             if request is None or request.params.structured_outputs is None:
                 continue
-            is_complete, error = self._masks.accept(request, token_id)
+            is_complete, error = self._masks.accept(request, sampled[request_id])
             if error is not None:
                 self._abort(request_id, error)
             elif is_complete:
@@ -404,7 +378,7 @@ class EngineCore:
     def _emit(
         self,
         request: Request,
-        token_ids: Sequence[int] = (),
+        token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
         ends_in_text: bool = False,
@@ -429,7 +403,7 @@ class EngineCore:
             SequenceOutput(
                 request_id=request.parent_id or request.id,
                 index=request.index,
-                token_ids=list(token_ids),
+                token_ids=token_ids or [],
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=request.finish_reason,

@@ -1,63 +1,33 @@
 """Turns a scheduled step into flat arrays: the only thing that crosses from rank 0 to all ranks (D6).
 
-Knows requests and their parameters; does not know tensors or the model. Numbers that repeat every step of a
-request (its key for random draws, its row of the block table) are kept between steps and dropped when the
-scheduler says that the request's memory is gone.
+Knows requests; does not know tensors, the model or how tokens are drawn (`sampling_input`). Most steps are as
+the one before them, each sequence being a token further: what a column of the step says becomes an array only
+where it says something else than before, and a row of the block table grows with its request until the
+scheduler says that the request's memory is gone. A step's arrays are its own all the same, as it may be in
+flight while the next is built.
 """
 
 from __future__ import annotations
 
-import operator
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hybridserve.core.step import ScheduledSequence
+from hybridserve.engine.sampling_input import SamplingInput, SamplingInputs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy.typing as npt
+    from numpy.typing import DTypeLike
 
-    from hybridserve.core.request import Request, SamplingParams
+    from hybridserve.core.request import Request
     from hybridserve.core.step import ScheduledStep
-    from hybridserve.engine.token_masks import AllowedInput, TokenMasks
+    from hybridserve.engine.token_masks import TokenMasks
 
 NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
-
-BANNED = float(np.finfo(np.float32).min)
-"""Added to the logit of a token that may not be drawn; finite, so that a row of banned tokens has no NaN."""
-
-
-@dataclass(slots=True)
-class SamplingInput:
-    """How `R` tokens are drawn. Columns that no row of the step needs are None."""
-
-    rows: np.ndarray  # [R] int64, flat index of the token whose logits are drawn from
-    temperature: np.ndarray  # [R] float32, 0 is greedy
-    uniform: np.ndarray  # [R] float64 in [0, 1), the draw
-    top_k: np.ndarray | None = None  # [R] int64, 0 is off
-    top_p: np.ndarray | None = None  # [R] float32
-    min_p: np.ndarray | None = None  # [R] float32
-    num_logprobs: np.ndarray | None = None  # [R] int64, -1 is none
-    bias: tuple[np.ndarray, np.ndarray, np.ndarray] | None = (
-        None  # rows into R, tokens, float32 values to add
-    )
-    penalties: PenaltyInput | None = None
-    allowed: AllowedInput | None = None
-
-
-@dataclass(slots=True)
-class PenaltyInput:
-    """Token counts of the rows that have penalties, as triples; a token may stand in several."""
-
-    row: np.ndarray  # [N] int64, row into R
-    token: np.ndarray  # [N] int64
-    num_generated: np.ndarray  # [N] float32, occurrences in the output; 0 where it stands in the prompt only
-    presence: np.ndarray  # [R] float32
-    frequency: np.ndarray  # [R] float32
-    repetition: np.ndarray  # [R] float32
 
 
 @dataclass(slots=True)
@@ -125,58 +95,35 @@ class _Resident:
 PADDING = ScheduledSequence("", 0, 1, (), False, (), 0)
 
 
+class _Column:
+    """What a column of the steps says, as an array: made when that is something else than before."""
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        self._values: tuple[int, ...] = ()
+        self._array = np.zeros(0, dtype=dtype)
+
+    def array(self, values: tuple[int, ...]) -> np.ndarray:
+        if values != self._values:
+            self._values, self._array = values, np.array(values, dtype=self._array.dtype)
+        return self._array.copy()
+
+
 @dataclass(slots=True)
-class _Drawing:
-    """What stays the same from step to step while the same requests draw."""
+class _Lengths:
+    """What follows from how many tokens each sequence computes."""
 
-    requests: list[Request] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
-    num_prompt: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    columns: dict[str, Any] = field(default_factory=dict)
-    """Of `SamplingInput`, those that are asked for."""
-    streams: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    """A hash of (seed, continuation): see `of`."""
-    biased: list[int] = field(default_factory=list)
-    """Rows whose logits may be added to."""
-    has_penalties: bool = False
-
-    def is_of(self, requests: Sequence[Request]) -> bool:
-        return len(requests) == len(self.requests) and all(map(operator.is_, requests, self.requests))
-
-    def uniform(self, num_drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """One number in [0, 1) a request, for its next draw after so many."""
-        return (_mix(self.streams + num_drawn.astype(np.uint64)) >> np.uint64(32)) / 2.0**32
+    lengths: tuple[int, ...] = ()
+    query_start: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    row: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """[T] the sequence of each token, and `place` the token's place in its chunk."""
+    place: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @classmethod
-    def of(cls, requests: list[Request], seed: int) -> _Drawing:
-        """A draw is a hash of (seed, continuation, how many tokens were drawn before), so it depends neither
-        on the company in the batch nor on preemption. A request without a seed gets the engine's, and its
-        order of arrival as a continuation of its own.
-        """
-        params = [request.params for request in requests]
-        columns = {"temperature": np.array([p.temperature for p in params], dtype=np.float32)}
-        if any(p.top_k > 0 for p in params):
-            columns["top_k"] = np.array([max(p.top_k, 0) for p in params], dtype=np.int64)
-        if any(p.top_p < 1 for p in params):
-            columns["top_p"] = np.array([p.top_p for p in params], dtype=np.float32)
-        if any(p.min_p > 0 for p in params):
-            columns["min_p"] = np.array([p.min_p for p in params], dtype=np.float32)
-        if any(p.logprobs is not None for p in params):
-            columns["num_logprobs"] = np.array([-1 if p.logprobs is None else p.logprobs for p in params])
-        seeds = np.array([seed if p.seed is None else p.seed & (2**64 - 1) for p in params], dtype=np.uint64)
-        streams = np.array(
-            [r.index + (0 if r.params.seed is not None else (r.arrival_seq + 1) << 16) for r in requests],
-            dtype=np.uint64,
-        )
-        return cls(
-            requests,
-            [request.id for request in requests],
-            np.array([request.num_prompt for request in requests]),
-            columns,
-            _mix(_mix(seeds) + streams),
-            [row for row, p in enumerate(params) if p.logit_bias or p.min_tokens > 0],
-            any(p.has_penalties for p in params),
-        )
+    def of(cls, lengths: tuple[int, ...]) -> _Lengths:
+        query_start = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=query_start[1:])
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        return cls(lengths, query_start, row, np.arange(query_start[-1]) - query_start[row])
 
 
 class InputBuilder:
@@ -197,57 +144,58 @@ class InputBuilder:
         buckets: Sequence[int] = (),
         masks: TokenMasks | None = None,
     ) -> None:
-        self.masks = masks
+        self.sampling = SamplingInputs(seed, eos_token_ids, masks)
         self._block_size = block_size
-        self._seed = seed
-        self._eos_token_ids = tuple(eos_token_ids)
         self._buckets = sorted(buckets)
         self._resident: dict[str, _Resident] = {}
         self._table = np.zeros((0, 0), dtype=np.int32)
-        self._table_ids: list[str] = []
-        """The last step's block table, and whose rows these are."""
-        self._drawing = _Drawing()
+        self._table_ids: tuple[str, ...] = ()
+        self._table_blocks: tuple[tuple[int, ...], ...] = ()
+        """The last step's block table, whose rows these are, and what is in them."""
+        self._lengths = _Lengths()
+        self._state_slots, self._has_state = _Column(np.int64), _Column(np.bool_)
+        self._adapter_slots, self._adapter_start = _Column(np.int64), _Column(np.int64)
+        self._write_from = _Column(np.int64)
         self._previous_rows: dict[str, int] = {}
         self._num_prompt_scored: dict[str, int] = {}
 
     def build(self, step: ScheduledStep, requests: Mapping[str, Request]) -> BuiltStep:
         for request_id in (*step.finished, *step.moved):
             self._resident.pop(request_id, None)
-            self._table_ids = []  # one that is back, or was moved, has other blocks
+            self._table_ids = ()  # one that is back, or was moved, has other blocks
         for request_id in [i for i in self._num_prompt_scored if i not in requests]:
             del self._num_prompt_scored[request_id]
-        sequences = step.sequences
-        rows = [*sequences, *[PADDING] * self._num_padding(step.num_tokens)]
-        columns = ScheduledSequence._make(zip(*rows, strict=True))
+        rows = [*step.sequences, *[PADDING] * self._num_padding(step)]
+        columns: Any = ScheduledSequence._make(zip(*rows, strict=True))  # of each field, all its values
+        lengths = self._lengths
+        if columns.length != lengths.lengths:
+            lengths = self._lengths = _Lengths.of(columns.length)
         starts = np.array(columns.start, dtype=np.int64)
-        lengths = np.array(columns.length, dtype=np.int64)
-        query_start = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=query_start[1:])
-        block_table = self._block_table(rows)
-        input_ids, pending = self._tokens(sequences, requests, query_start)
-        row = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, lengths)
+        positions = starts[lengths.row] + lengths.place
+        seq_lens = starts + np.diff(lengths.query_start)
+        block_table = self._block_table(columns.request_id, columns.block_ids)
         slot_mapping = np.zeros_like(positions)
         if block_table.shape[1]:  # else no layer has blocks
-            blocks = block_table[row, positions // self._block_size].astype(np.int64)
-            slot_mapping = blocks * self._block_size + positions % self._block_size
-            write_from = np.array(columns.write_from, dtype=np.int64)
-            if write_from.any():
-                slot_mapping[positions < np.repeat(write_from, lengths)] = 0
-        sampling, sample_ids = self._sampling(sequences, requests, query_start)
-        prompt_logprobs, prompt_spans = self._prompt_logprobs(sequences, requests, query_start)
+            block, place = np.divmod(positions, self._block_size)
+            slot_mapping = block_table[lengths.row, block].astype(np.int64) * self._block_size + place
+            if any(columns.write_from):
+                slot_mapping[positions < self._write_from.array(columns.write_from)[lengths.row]] = 0
+        computed = [requests[sequence.request_id] for sequence in step.sequences]
+        input_ids, pending = self._tokens(computed, columns.start, columns.length)
+        sampling, sample_ids = self.sampling.build(columns.samples, requests, lengths.query_start, seq_lens)
+        prompt_logprobs, prompt_spans = self._prompt_logprobs(step.sequences, computed, lengths.query_start)
         step_input = StepInput(
             step_id=step.step_id,
             input_ids=input_ids,
             positions=positions,
             slot_mapping=slot_mapping,
-            query_start=query_start,
-            seq_lens=starts + lengths,
+            query_start=lengths.query_start.copy(),
+            seq_lens=seq_lens,
             block_table=block_table,
-            state_slots=np.array(columns.state_slot, dtype=np.int64),
-            has_state=np.array(columns.has_state, dtype=np.bool_),
-            adapter_slots=np.array(columns.adapter_slot, dtype=np.int64),
-            adapter_start=np.array(columns.adapter_start, dtype=np.int64),
+            state_slots=self._state_slots.array(columns.state_slot),
+            has_state=self._has_state.array(columns.has_state),
+            adapter_slots=self._adapter_slots.array(columns.adapter_slot),
+            adapter_start=self._adapter_start.array(columns.adapter_start),
             adapter_generations=_pairs(step.adapter_generations),
             pending=pending,
             sampling=sampling,
@@ -262,7 +210,7 @@ class InputBuilder:
             block_swaps_in=_pairs(step.swaps_in.blocks),
             state_swaps_in=_pairs(step.swaps_in.slots),
         )
-        self._previous_rows = {request_id: row for row, request_id in enumerate(sample_ids)}
+        self._previous_rows = dict(zip(sample_ids, itertools.count()))
         return BuiltStep(step_input, sample_ids, prompt_spans)
 
     def reset(self, num_prompt_scored: Mapping[str, int]) -> None:
@@ -270,117 +218,73 @@ class InputBuilder:
         self._previous_rows = {}
         self._num_prompt_scored = dict(num_prompt_scored)
 
-    def _num_padding(self, num_tokens: int) -> int:
+    def _num_padding(self, step: ScheduledStep) -> int:
+        if not self._buckets:
+            return 0
+        num_tokens = step.num_tokens
         return next((bucket - num_tokens for bucket in self._buckets if bucket >= num_tokens), 0)
 
-    def _block_table(self, rows: Sequence[ScheduledSequence]) -> np.ndarray:
+    def _block_table(self, ids: tuple[str, ...], blocks: tuple[tuple[int, ...], ...]) -> np.ndarray:
         """[S, B]; 0, the null block, beyond each sequence's blocks."""
-        width = max(len(row.block_ids) for row in rows)
-        ids = [row.request_id for row in rows]
+        if ids == self._table_ids and blocks == self._table_blocks:
+            return self._table.copy()
+        width = max(map(len, blocks))
         is_known = ids == self._table_ids and width == self._table.shape[1]
-        table = self._table.copy() if is_known else np.zeros((len(rows), width), dtype=np.int32)
-        for place, row in enumerate(rows):
-            resident = self._resident.get(row.request_id)
+        table = self._table.copy() if is_known else np.zeros((len(ids), width), dtype=np.int32)
+        for place, (request_id, block_ids) in enumerate(zip(ids, blocks, strict=True)):
+            resident = self._resident.get(request_id)
             if resident is None:
-                resident = self._resident[row.request_id] = _Resident()
-            num_blocks, known = len(row.block_ids), resident.num_blocks
+                resident = self._resident[request_id] = _Resident()
+            num_blocks, known = len(block_ids), resident.num_blocks
             if num_blocks > known:
                 if num_blocks > len(resident.blocks):
                     resident.blocks = np.resize(resident.blocks, 2 * num_blocks)
-                resident.blocks[known:num_blocks] = row.block_ids[known:]
+                resident.blocks[known:num_blocks] = block_ids[known:]
                 resident.num_blocks = num_blocks
             elif is_known:
                 continue
             table[place, :num_blocks] = resident.blocks[:num_blocks]
-        self._table, self._table_ids = table, ids
-        return table
+        self._table, self._table_ids, self._table_blocks = table, ids, blocks
+        return table.copy()
 
     def _tokens(
-        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
+        self, computed: Sequence[Request], starts: Sequence[int], lengths: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [T], and which of them are not known yet. `computed`: the requests, without padding."""
         input_ids: list[int] = []
         pending = []
-        for seq in sequences:
-            request = requests[seq.request_id]
-            end = seq.start + seq.length
-            if end > request.num_known:
-                pending.append((len(input_ids) + seq.length - 1, self._previous_rows[seq.request_id]))
-                input_ids += request.token_ids(seq.start, request.num_known)
+        for request, start, length in zip(computed, starts, lengths, strict=False):
+            num_prompt, output_ids = len(request.prompt_ids), request.output_ids
+            num_known = num_prompt + len(output_ids)
+            end = start + length
+            if end > num_known:
+                pending.append((len(input_ids) + length - 1, self._previous_rows[request.id]))
+                input_ids += request.token_ids(start, num_known)
                 input_ids.append(0)
+            elif length == 1 and start >= num_prompt:  # a decode: most of them are
+                input_ids.append(output_ids[start - num_prompt])
             else:
-                input_ids += request.token_ids(seq.start, end)
-        padded = np.zeros(query_start[-1], dtype=np.int64)
-        padded[: len(input_ids)] = input_ids
-        return padded, np.array(pending, dtype=np.int64).reshape(-1, 2)
-
-    def _sampling(
-        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
-    ) -> tuple[SamplingInput | None, list[str]]:
-        row_of = [row for row, seq in enumerate(sequences) for _ in seq.samples]
-        if not row_of:
-            return None, []
-        drawn = [requests[request_id] for seq in sequences for request_id in seq.samples]
-        drawing = self._drawing
-        if not drawing.is_of(drawn):
-            drawing = self._drawing = _Drawing.of(drawn, self._seed)
-        ends = np.array([sequences[row].start + sequences[row].length for row in row_of])
-        num_drawn = ends - drawing.num_prompt
-        sampling = SamplingInput(
-            rows=query_start[1:][row_of] - 1,
-            uniform=drawing.uniform(num_drawn),
-            bias=self._bias(drawing, num_drawn),
-            penalties=_penalties(drawn) if drawing.has_penalties else None,
-            **drawing.columns,
-        )
-        if self.masks is not None:
-            sampling.allowed = self.masks.build(
-                drawn, lambda row: self._too_early(drawn[row].params, num_drawn[row])
-            )
-        return sampling, drawing.ids
-
-    def _bias(
-        self, drawing: _Drawing, num_drawn: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        rows: list[int] = []
-        tokens: list[int] = []
-        values: list[float] = []
-        for row in drawing.biased:
-            params = drawing.requests[row].params
-            if params.logit_bias:
-                rows += [row] * len(params.logit_bias)
-                tokens += params.logit_bias.keys()
-                values += (max(value, BANNED) for value in params.logit_bias.values())
-            if not params.is_restricted and (banned := self._too_early(params, num_drawn[row])):
-                rows += [row] * len(banned)
-                tokens += banned
-                values += [BANNED] * len(banned)
-        if not rows:
-            return None
-        return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)
-
-    def _too_early(self, params: SamplingParams, num_drawn: int) -> set[int]:
-        """Tokens that would end a sequence and may not yet."""
-        if num_drawn >= params.min_tokens:
-            return set()
-        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+                input_ids += request.token_ids(start, end)
+        padding = len(lengths) - len(computed)
+        return np.array([*input_ids, *[0] * padding], dtype=np.int64), _pairs(pending)
 
     def _prompt_logprobs(
-        self, sequences: Sequence[ScheduledSequence], requests: Mapping[str, Request], query_start: np.ndarray
+        self, sequences: Sequence[ScheduledSequence], computed: Sequence[Request], query_start: np.ndarray
     ) -> tuple[PromptLogprobsInput | None, list[tuple[str, int]]]:
         rows: list[int] = []
         targets: list[int] = []
         spans: list[tuple[str, int]] = []
         num_top = 0
-        for row, seq in enumerate(sequences):
-            request = requests[seq.request_id]
+        for row, request in enumerate(computed):
             if request.params.prompt_logprobs is None or request.index > 0:
                 continue
+            start, length = sequences[row].start, sequences[row].length
             # a recomputed prompt is not scored again
-            begin = max(seq.start, self._num_prompt_scored.get(request.id, 0))
-            end = min(seq.start + seq.length, request.num_prompt - 1)
+            begin = max(start, self._num_prompt_scored.get(request.id, 0))
+            end = min(start + length, request.num_prompt - 1)
             if begin >= end:
                 continue
-            first = int(query_start[row]) - seq.start
+            first = int(query_start[row]) - start
             rows += range(first + begin, first + end)
             targets += request.prompt_ids[begin + 1 : end + 1]
             spans.append((request.id, end - begin))
@@ -394,33 +298,3 @@ class InputBuilder:
 def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
     """[N, 2] int64."""
     return np.array(pairs, dtype=np.int64).reshape(-1, 2) if pairs else NO_PAIRS
-
-
-def _penalties(requests: Sequence[Request]) -> PenaltyInput:
-    rows, tokens, counts = [], [], []
-    for row, request in enumerate(requests):
-        if not request.params.has_penalties:
-            continue
-        generated, occurrences = np.unique(np.array(request.output_ids, dtype=np.int64), return_counts=True)
-        prompt_only = np.setdiff1d(np.array(request.prompt_ids, dtype=np.int64), generated)
-        tokens += [generated, prompt_only]
-        counts += [occurrences, np.zeros(len(prompt_only))]
-        rows.append(np.full(len(generated) + len(prompt_only), row))
-    params = [request.params for request in requests]
-    return PenaltyInput(
-        row=np.concatenate(rows),
-        token=np.concatenate(tokens),
-        num_generated=np.concatenate(counts).astype(np.float32),
-        presence=np.array([p.presence_penalty for p in params], dtype=np.float32),
-        frequency=np.array([p.frequency_penalty for p in params], dtype=np.float32),
-        repetition=np.array([p.repetition_penalty for p in params], dtype=np.float32),
-    )
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014) after its increment."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed

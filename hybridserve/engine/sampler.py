@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.messages import TokenLogprobs
+from hybridserve.engine.sampling_input import BANNED, PenaltyInput, SamplingInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridserve.engine.input_builder import PenaltyInput, PromptLogprobsInput, SamplingInput, StepInput
+from hybridserve.engine.input_builder import PromptLogprobsInput, StepInput
 from hybridserve.engine.model_runner import StepOutput
 from hybridserve.engine.sampler import LogprobsOutput
+from hybridserve.engine.sampling_input import PenaltyInput, SamplingInput
 from hybridserve.engine.token_masks import AllowedInput
 
 if TYPE_CHECKING:

@@ -15,16 +15,11 @@ from hypothesis import strategies as st
 from hybridserve.core.cache_spec import CacheLayout, PagedKVSpec, StateSpec, StateTensor
 from hybridserve.core.request import Request, SamplingParams
 from hybridserve.core.scheduler import Scheduler
-from hybridserve.engine.input_builder import (
-    InputBuilder,
-    PenaltyInput,
-    PromptLogprobsInput,
-    SamplingInput,
-    StepInput,
-)
+from hybridserve.engine.input_builder import InputBuilder, PromptLogprobsInput, StepInput
 from hybridserve.engine.job_thread import JobThread
 from hybridserve.engine.model_runner import StepOutput
 from hybridserve.engine.sampler import LogprobsOutput
+from hybridserve.engine.sampling_input import PenaltyInput, SamplingInput
 from hybridserve.engine.token_masks import AllowedInput
 from hybridserve.engine.wire import WireError, decode_output, decode_step, encode_output, encode_step
 

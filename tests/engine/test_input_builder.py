@@ -7,7 +7,8 @@ import pytest
 
 from hybridserve.core.request import Request, SamplingParams
 from hybridserve.core.step import ScheduledSequence, ScheduledStep, UnitCopies, UnitCopy
-from hybridserve.engine.input_builder import BANNED, InputBuilder, _Drawing
+from hybridserve.engine.input_builder import InputBuilder
+from hybridserve.engine.sampling_input import BANNED, Drawing
 
 
 def make_request(request_id: str, num_prompt: int, output: tuple[int, ...] = (), **params: object) -> Request:
@@ -88,6 +89,16 @@ def test_block_table_follows_a_request_that_starts_again_elsewhere() -> None:
     builder.build(make_step(ScheduledSequence("r", 0, 8, (), False, (1, 2), 1)), {"r": request})
     step = ScheduledStep(1, (ScheduledSequence("r", 0, 12, ("r",), False, (7, 8, 9), 4),), finished=("r",))
     assert builder.build(step, {"r": request}).input.block_table.tolist() == [[7, 8, 9]]
+
+
+def test_a_request_that_is_back_with_fewer_blocks_leaves_none_behind() -> None:
+    """Preempted and admitted again for the next step, beside one whose row stays."""
+    builder = InputBuilder(block_size=4, seed=0)
+    requests = {name: make_request(name, 12) for name in "ab"}
+    b = ScheduledSequence("b", 0, 12, ("b",), False, (4, 5, 6), 2)
+    builder.build(make_step(ScheduledSequence("a", 0, 12, ("a",), False, (1, 2, 3), 1), b), requests)
+    back = ScheduledStep(1, (ScheduledSequence("a", 0, 4, (), False, (7,), 3), b), finished=("a",))
+    assert builder.build(back, requests).input.block_table.tolist() == [[7, 0, 0], [4, 5, 6]]
 
 
 def test_rows_of_a_moved_request_are_written_anew() -> None:
@@ -182,7 +193,7 @@ def test_draws_depend_on_seed_continuation_and_position_alone() -> None:
 
 
 def test_draws_are_uniform() -> None:
-    drawing = _Drawing.of([make_request("r", 3, seed=seed) for seed in range(100)], 0)
+    drawing = Drawing.of([make_request("r", 3, seed=seed) for seed in range(100)], 0)
     drawn = np.concatenate([drawing.uniform(np.full(100, position)) for position in range(50)])
     assert drawn.min() >= 0
     assert drawn.max() < 1

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybridserve.engine import sampler
-from hybridserve.engine.input_builder import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.sampler import LogprobsOutput, logprobs
+from hybridserve.engine.sampling_input import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.token_masks import AllowedInput
 from hybridserve.kernels.pointwise import TorchNative
 from hybridserve.kernels.pointwise.torch_native import NUCLEUS_PREFIX

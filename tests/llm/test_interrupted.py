@@ -195,7 +195,7 @@ def test_a_caller_s_function_is_interrupted_at_once() -> None:
 
 BOOKS = "|".join(
     [
-        r"hybridserve/(llm|outputs|core/\w+|engine/(core|adapters|input_builder|interrupts))\.py$",
+        r"hybridserve/(llm|outputs|core/\w+|engine/(core|adapters|input_builder|sampling_input|interrupts))\.py$",
         r"lora/(store|loader)\.py$",
     ]
 )
