@@ -1,7 +1,7 @@
 """Paged attention in C for a CPU: one call a layer, for all sequences of a step.
 
-Knows how to hand tensors over; the arithmetic is in `native.c` and `block.h`. Results depend neither on the company
-nor on the number of threads nor on how a prompt is cut into chunks.
+Knows how to hand tensors over; the arithmetic is in `native.c` and `block.h`. Results depend neither on the
+company nor on the number of threads nor on how a prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Native(AttentionBackend):
 
 
 def _scratch(metadata: AttentionMetadata, group: int, head_dim: int) -> torch.Tensor | None:
-    """For threads to share the pieces of sequences: one that merges them, and four for each thread. None where
-    no sequence has two pieces, or one thread does all."""
+    """For threads to share the pieces of sequences: room for one that others are merged into, and for four a
+    thread. None where no sequence has two pieces, or one thread does all."""
     num_threads = torch.get_num_threads()
     lens = zip(metadata.context_lens, metadata.query_lens, strict=True)
     if num_threads == 1 or max((context + query for context, query in lens), default=0) <= PIECE:

@@ -179,10 +179,14 @@ static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int
         for (int64_t i = 0; i < row; i++) set(cache, PLACE(s, p, v, 0) + i, random_float());
     for (int64_t t = start[s]; t < start[s + 1]; t++) slots[t] = SLOT(s, cached + t - start[s]);
   }
+  const int64_t parts = part_size(min_i(length, max_i(1, MAX_ROWS / group)) * group, round_up(dim, LANES));
+  float *const scratch = malloc((size_t)(5 * parts) * sizeof *scratch); /* one that merges, and four at a time */
   paged_attention(total, 2, heads, group, dim, start, lens, table, columns, slots, kind, packed.base, width * dim, dim,
                   element(packed.base, kind, group * heads * dim), width * dim, dim,
                   element(packed.base, kind, (group + 1) * heads * dim), width * dim, dim, cache.base, cache_kind,
-                  block_size, block_step, block_size * row, row, dim, 1, 0.3, cap, window, out.base, 2);
+                  block_size, block_step, block_size * row, row, dim, 1, 0.3, cap, window, out.base,
+                  scratch, 5 * parts, 3);
+  free(scratch);
   for (int64_t s = 0; s < 2; s++)
     for (int64_t t = start[s]; t < start[s + 1]; t++)
       for (int64_t h = 0; h < group * heads; h++) {
@@ -309,6 +313,9 @@ int main(void) {
         for (int l = 0; l < 4; l++, num++)
           run_attention(kinds[k], kinds[(k + c) % 3], contexts[c], lengths[l], groups[(c + d + l) % 4], dims[d],
                         1 + (5 * d + 3 * c) % 17, l % 2 ? 0 : 1 + 20 * c, d % 2 ? 0 : 0.5 + c);
+    /* One KV head's keys, shared: the other sequence is half as long. */
+    run_attention(kinds[k], kinds[k], 3 * PIECE + 7, 2, 3, 20, 16, 0, 0), num++;
+    run_attention(kinds[k], kinds[k], 2 * PIECE, 1, 2, 16, 16, PIECE + 20, 0), num++;
   }
   printf("ok: %d sets of sizes\n", (int)num);
   return 0;
