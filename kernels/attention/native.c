@@ -40,7 +40,7 @@ static void write_token(const Attention *a, int64_t token) {
 /* The rows of a KV head for the queries that a task has. */
 typedef struct {
   int64_t sequence, head, first_query, num_queries;
-} Task;
+} Rows;
 
 /* What rows have of some keys: out [rows, padded] in units of `total` [rows], the sum of 2^(score - maximum [rows]). */
 typedef struct {
@@ -54,23 +54,23 @@ static Part part_in(float *memory, int64_t rows, int64_t padded) {
 }
 
 /* The position of a task's first query. */
-static int64_t position_of(const Attention *a, Task t) {
+static int64_t position_of(const Attention *a, Rows t) {
   const int64_t length = a->query_start[t.sequence + 1] - a->query_start[t.sequence];
   return a->seq_lens[t.sequence] - length + t.first_query;
 }
 
 /* The first key that a task sees. */
-static int64_t first_seen(const Attention *a, Task t) {
+static int64_t first_seen(const Attention *a, Rows t) {
   return a->window ? max_i(0, position_of(a, t) - a->window + 1) : 0;
 }
 
-static int64_t first_piece(const Attention *a, Task t) { return first_seen(a, t) / PIECE; }
-static int64_t end_of_pieces(const Attention *a, Task t) {
+static int64_t first_piece(const Attention *a, Rows t) { return first_seen(a, t) / PIECE; }
+static int64_t end_of_pieces(const Attention *a, Rows t) {
   return ceil_div(position_of(a, t) + t.num_queries, PIECE);
 }
 
 /* Keys piece * PIECE and on of what a task sees. */
-static void attend_piece(const Attention *a, Task t, int64_t piece, Part part) {
+static void attend_piece(const Attention *a, Rows t, int64_t piece, Part part) {
   const int64_t dim = a->head_dim, padded = round_up(dim, LANES), rows = t.num_queries * a->group;
   const int64_t start = a->query_start[t.sequence] + t.first_query, position = position_of(a, t);
   const int64_t seen = max_i(first_seen(a, t), piece * PIECE);
@@ -129,7 +129,7 @@ static void merge(Part whole, Part next, int64_t rows, int64_t padded) {
   }
 }
 
-static void write_out(const Attention *a, Task t, Part whole, int64_t padded) {
+static void write_out(const Attention *a, Rows t, Part whole, int64_t padded) {
   const int64_t dim = a->head_dim;
   for (int64_t r = 0; r < t.num_queries * a->group; r++) {
     const int64_t token = a->query_start[t.sequence] + t.first_query + r / a->group;
@@ -140,7 +140,7 @@ static void write_out(const Attention *a, Task t, Part whole, int64_t padded) {
   }
 }
 
-static void attend(const Attention *a, Task t) {
+static void attend(const Attention *a, Rows t) {
   const int64_t padded = round_up(a->head_dim, LANES), rows = t.num_queries * a->group;
   float memory[2][part_size(rows, padded)];
   const Part whole = part_in(memory[0], rows, padded), next = part_in(memory[1], rows, padded);
@@ -159,31 +159,31 @@ typedef struct {
   const int64_t *first_tile; /* [S + 1], of queries */
   int64_t queries;           /* of a tile */
   int64_t sequence;          /* of the task that was asked for before, or the last */
-} Tasks;
+} AllRows;
 
-static Task task_at(Tasks *all, int64_t task) {
+static Rows task_at(AllRows *all, int64_t task) {
   const Attention *a = all->a;
   const int64_t tile = task / a->num_kv_heads;
   while (all->first_tile[all->sequence] > tile) all->sequence--;
   const int64_t s = all->sequence, from = (tile - all->first_tile[s]) * all->queries;
   const int64_t length = a->query_start[s + 1] - a->query_start[s];
-  return (Task){s, task % a->num_kv_heads, from, min_i(all->queries, length - from)};
+  return (Rows){s, task % a->num_kv_heads, from, min_i(all->queries, length - from)};
 }
 
 /* Threads share the pieces of all tasks, as many at a time as there is room for; inside of a parallel region. */
-static void attend_together(const Attention *a, Tasks all, int64_t num_tasks, float *scratch, int64_t num_parts,
+static void attend_together(const Attention *a, AllRows all, int64_t num_tasks, float *scratch, int64_t num_parts,
                             int64_t size) {
   const int64_t padded = round_up(a->head_dim, LANES);
   int64_t task = num_tasks - 1, piece = first_piece(a, task_at(&all, task));
   while (task >= 0) {
     struct {
-      Task task;
+      Rows task;
       int64_t piece;
     } turn[num_parts];
     int64_t num = 0;
     /* The same in every thread. scratch[0] is of the task that the turn before has not finished. */
     for (; num < num_parts && task >= 0; num++) {
-      const Task t = task_at(&all, task);
+      const Rows t = task_at(&all, task);
       turn[num].task = t, turn[num].piece = piece++;
       if (piece == end_of_pieces(a, t) && --task >= 0) piece = first_piece(a, task_at(&all, task));
     }
@@ -194,7 +194,7 @@ static void attend_together(const Attention *a, Tasks all, int64_t num_tasks, fl
     }
 #pragma omp single
     for (int64_t i = 0; i < num; i++) {
-      const Task t = turn[i].task;
+      const Rows t = turn[i].task;
       const int64_t rows = t.num_queries * a->group;
       const Part whole = part_in(scratch, rows, padded), next = part_in(scratch + (1 + i) * size, rows, padded);
       if (turn[i].piece == first_piece(a, t))
@@ -246,7 +246,7 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < num_tokens; token++) write_token(&a, token);
-    Tasks all = {&a, first_tile, queries, num_sequences - 1};
+    AllRows all = {&a, first_tile, queries, num_sequences - 1};
     if (together)
       attend_together(&a, all, num_tasks, scratch, num_parts, size);
     else {
