@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from hybridserve.core.cache_spec import CacheLayout
 
 LARGEST_SIZE = 256
-LARGEST_CPU_SIZE = 32
-"""Beyond it, kernels take many times as long as the Python around them."""
 
 SIZE_STEP = 8
 ADAPTER_SIZE_STEP = 32
@@ -133,11 +131,11 @@ def plan_graphs(
     num_seqs = config.scheduler.max_num_seqs
     room = layout.max_sequences(1)
     reason = ""
-    if room < min(num_seqs, LARGEST_CPU_SIZE if on_cpu else LARGEST_SIZE):
+    if room < min(num_seqs, LARGEST_SIZE):
         reason = f"max_num_seqs is {num_seqs}, but memory holds {room}"
     num_seqs = min(num_seqs, room)
     lengths = graph_lengths(max_model_len) if layout.blocks_per_slab and not on_cpu else (max_model_len,)
-    sizes = tuple(range(1, min(num_seqs, LARGEST_CPU_SIZE) + 1)) if on_cpu else graph_sizes(num_seqs)
+    sizes = tuple(range(1, min(num_seqs, LARGEST_SIZE) + 1)) if on_cpu else graph_sizes(num_seqs)
     plan = GraphPlan(sizes, lengths, reason, on_demand=on_cpu)
     if not num_adapter_slots:
         return plan

@@ -41,8 +41,9 @@ _cuda: Any = torch.cuda
 logger = logging.getLogger("hybridserve")
 
 SEEN_BEFORE = 4
-"""Steps that run call by call before one like them is recorded on demand: to record and to check it takes as
-long as a few."""
+SMALL_SIZE = 32
+"""Steps that run call by call before one like them, of no more sequences, is recorded on demand: to record
+and to check it takes as long as a few."""
 
 COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 """Of a step, a number a row; `has_state` follows them."""
@@ -185,6 +186,12 @@ def _padding_rows(size: int) -> _HostColumns:
     return _HostColumns(whole, numbers, whole[len(COLUMNS) * stride :].view(np.bool_)[:size])
 
 
+def _num_seen_before(size: int) -> int:
+    """A recording saves the same few milliseconds whatever its size, and takes as long as a few of its steps;
+    so the larger it is, the more of them have to be expected before it pays."""
+    return SEEN_BEFORE if size <= SMALL_SIZE else SEEN_BEFORE * size // 4
+
+
 class _Key(NamedTuple):
     has_adapters: bool
     size: int
@@ -280,7 +287,7 @@ class DecodeGraphs:
         if (graph := self._graphs.get(key)) is not None or demand.has_failed:
             return graph
         demand.num_seen[key] += 1
-        if demand.num_seen[key] <= SEEN_BEFORE:
+        if demand.num_seen[key] <= _num_seen_before(key.size):
             return None
         if self.logits is None:
             one = demand.recordable(self._tensors(1, key.length), None)()

@@ -1,8 +1,7 @@
-"""Draws tokens from logits, many rows at once. Knows tensors; does not know requests. What of a distribution
-may be drawn is a backend's to find.
+"""Draws tokens from logits, many rows at once: what changes the logits before, and what is told of them
+after. Knows tensors; does not know requests. The draw itself is a backend's.
 
-No row's result depends on the other rows: what is kept is decided by values, never by positions in a sort
-that ties could reorder, and the draw walks the vocabulary in its own order.
+No row's result depends on the other rows.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def sample(
     logits: torch.Tensor, draws: Draws, backend: PointwiseBackend
 ) -> tuple[torch.Tensor, Scores | None]:
     """logits [R, V] float32 (overwritten) -> token ids [R], -1 where a row's logits are not finite."""
-    finite = torch.isfinite(logits).all(dim=-1)
+    token_ids, finite = backend.argmax(logits)
     raw = None if draws.scored_rows is None else logits[draws.scored_rows]
     if draws.bias is not None:
         rows, tokens, values = draws.bias
@@ -156,9 +155,20 @@ def sample(
         masks = draws.allowed.masks.view(np.uint8)
         rows_of_masks = None if len(masks) == len(logits) else draws.late(draws.allowed.rows)
         _keep_allowed(logits, _Allowed(rows_of_masks, draws.late(masks)))
-    token_ids = logits.argmax(dim=-1)
+    if draws.bias is not None or draws.penalties is not None or draws.allowed is not None:
+        token_ids, _ = backend.argmax(logits)
     if draws.drawn is not None:
-        token_ids[draws.drawn] = _draw(logits[draws.drawn], draws, backend)
+        assert draws.temperature is not None
+        assert draws.uniform is not None
+        token_ids[draws.drawn] = backend.draw(
+            logits,
+            draws.drawn,
+            draws.temperature,
+            draws.uniform,
+            min_p=draws.min_p,
+            top_k=draws.top_k,
+            top_p=draws.top_p,
+        )
     token_ids.masked_fill_(~finite, -1)
     if raw is None:
         return token_ids, None
@@ -195,22 +205,3 @@ def _keep_allowed(logits: torch.Tensor, allowed: _Allowed) -> None:
         logits.masked_fill_(refused, -torch.inf)
     else:
         logits[allowed.rows] = logits[allowed.rows].masked_fill_(refused, -torch.inf)
-
-
-def _draw(logits: torch.Tensor, draws: Draws, backend: PointwiseBackend) -> torch.Tensor:
-    """Inverse-CDF draw from logits [D, V] of the rows `draws.drawn`, at positive temperature."""
-    assert draws.temperature is not None
-    assert draws.uniform is not None
-    # a temperature near 0 must stay finite; it is greedy then anyway
-    logits = logits / draws.temperature.clamp(min=1e-5)[:, None]
-    probs = torch.softmax(logits, dim=-1)
-    if draws.min_p is not None:
-        least = probs.amax(dim=-1) * draws.min_p
-        probs.masked_fill_(probs < least[:, None], 0.0)
-    if draws.top_k is not None:
-        backend.keep_top_k(probs, draws.top_k)
-    if draws.top_p is not None:
-        backend.keep_top_p(probs, draws.top_p)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    target = cumulative[:, -1] * draws.uniform
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)

@@ -4,40 +4,18 @@
    goes through the sequence's keys in blocks of KEYS that begin at multiples of KEYS, whatever the cache's own blocks,
    with a softmax that is corrected from block to block (arXiv 2205.14135). Keys are turned so that a vector holds
    one element of LANES keys; then a score is a sum over the elements in order, an output one over the keys in order.
-   What a row does not see adds exact zeros. So its result depends neither on the rows beside it (company, chunking,
-   decode or prompt) nor on the number of threads.
+   What a row does not see adds exact zeros. Each piece of PIECE keys has a softmax of its own, and the pieces of a row
+   are merged in their order, by the logarithms of their sums; so threads can share the pieces of a task where there are
+   fewer tasks than threads. A row's result depends neither on the rows beside it (company, chunking, decode or prompt)
+   nor on the number of threads.
 
    Types are those of native_math.h; steps are strides in elements. */
 
-#include "native_math.h"
+#include "block.h"
 
-#define KEYS 64
+#define PIECE 512 /* a multiple of KEYS */
 #define MAX_ROWS 96
-#define ROWS 6 /* in registers at a time */
 #define PARALLEL_WORK (1 << 18) /* products; fewer are done before another thread has woken up */
-
-typedef struct {
-  int64_t num_tokens, num_sequences, num_kv_heads, group, head_dim;
-  const int64_t *query_start, *seq_lens; /* [S + 1], [S] */
-  const int64_t *block_table;            /* [S, B] */
-  const int64_t *slot_mapping;           /* [T] */
-  int64_t table_step;
-  int64_t type; /* of query, key, value and out */
-  const void *query, *key, *value;
-  int64_t query_step, query_head_step, key_step, key_head_step, value_step, value_head_step;
-  void *cache;
-  int64_t cache_type, block_size;
-  int64_t block_step, value_offset, token_step, head_step, step;
-  float scale;    /* of products, to base-2 logarithms, or to parts of `cap` */
-  float cap;      /* of base-2 logarithms; 0: none */
-  int64_t window; /* 0: none */
-  void *out;      /* [T, num_heads, head_dim] */
-} Attention;
-
-/* Element 0 of K (or, `value_offset` further, of V) of a slot and head. */
-static void *cached(const Attention *a, int64_t block, int64_t offset, int64_t head) {
-  return element(a->cache, a->cache_type, block * a->block_step + offset * a->token_step + head * a->head_step);
-}
 
 static void write_row(const Attention *a, void *to, const void *from) {
   if (a->type == a->cache_type && a->step == 1) {
@@ -59,222 +37,66 @@ static void write_token(const Attention *a, int64_t token) {
   }
 }
 
-/* Lane l of v[i] becomes lane i of v[l]. */
-INLINE void transpose(vec v[LANES]) {
-#pragma GCC unroll 4
-  for (int half = LANES / 2; half; half /= 2)
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-      if (i & half) continue;
-      const vec a = v[i], b = v[i + half];
-#ifdef __clang__
-      for (int l = 0; l < LANES; l++) {
-        v[i][l] = l & half ? b[l ^ half] : a[l];
-        v[i + half][l] = l & half ? b[l] : a[l ^ half];
-      }
-#else
-      ivec lane;
-      for (int l = 0; l < LANES; l++) lane[l] = l;
-      const ivec from_b = ((lane & half) != 0) & LANES;
-      v[i] = __builtin_shuffle(a, b, (lane ^ (lane & half)) | from_b);
-      v[i + half] = __builtin_shuffle(a, b, (lane | half) | from_b);
-#endif
-    }
-}
-
-/* What a task has of KEYS keys: those from `first` to `last`; the others are zero in `keys`. */
+/* The rows of a KV head for the queries that a task has. */
 typedef struct {
-  float *keys;        /* [head_dim, KEYS] */
-  float *copies;      /* [KEYS, padded] values that can't be used where they are */
-  const float *values[KEYS]; /* [padded] each */
-  int64_t first, last;
-} Block;
+  int64_t sequence, head, first_query, num_queries;
+} Rows;
 
-/* Reads keys start + first .. start + last of a sequence and KV head. `row` [LANES, padded] is scratch. */
-static void read_block(const Attention *a, Block *block, const int64_t *table, int64_t head, int64_t start,
-                       int64_t padded, float *row) {
-  const int64_t dim = a->head_dim, bytes = a->step == 1 ? dim * size_of(a->cache_type) : 0;
-  const int direct = a->cache_type == FLOAT32 && a->step == 1 && padded == dim;
-  const char *slots[KEYS];
-  /* A row is too short for the machine to see it coming, and the next one is elsewhere. */
-  for (int64_t j = block->first; j < block->last; j++) {
-    const int64_t position = start + j;
-    slots[j] = cached(a, table[position / a->block_size], position % a->block_size, head);
-    const char *value = element(slots[j], a->cache_type, a->value_offset);
-    for (int64_t byte = 0; byte < bytes; byte += 64) {
-      __builtin_prefetch(slots[j] + byte);
-      __builtin_prefetch(value + byte);
-    }
-  }
-  for (int64_t j = 0; j < KEYS; j += LANES) {
-    const float *rows[LANES];
-    for (int64_t i = 0; i < LANES; i++) {
-      float *copy = row + i * padded;
-      rows[i] = copy;
-      if (j + i < block->first || j + i >= block->last) {
-        memset(copy, 0, (size_t)padded * sizeof *copy);
-        continue;
-      }
-      const char *slot = slots[j + i], *value = element(slot, a->cache_type, a->value_offset);
-      if (direct) {
-        rows[i] = (const float *)slot;
-        block->values[j + i] = (const float *)value;
-        continue;
-      }
-      widen_row(copy, slot, a->cache_type, dim, a->step);
-      float *wide = block->copies + (j + i) * padded;
-      widen_row(wide, value, a->cache_type, dim, a->step);
-      for (int64_t d = dim; d < padded; d++) copy[d] = wide[d] = 0;
-      block->values[j + i] = wide;
-    }
-    for (int64_t d = 0; d < dim; d += LANES) {
-      vec tile[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) tile[i] = load(rows[i] + d);
-      transpose(tile);
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++)
-        if (padded == dim || d + i < dim) store(block->keys + (d + i) * KEYS + j, tile[i]);
-    }
-  }
+/* What rows have of some keys: out [rows, padded] in units of `total` [rows], the sum of 2^(score - maximum [rows]). */
+typedef struct {
+  float *out, *maximum, *total;
+} Part;
+
+INLINE int64_t part_size(int64_t rows, int64_t padded) { return rows * (padded + 2); }
+
+static Part part_in(float *memory, int64_t rows, int64_t padded) {
+  return (Part){memory, memory + rows * padded, memory + rows * padded + rows};
 }
 
-/* scores [num, KEYS] = query [num, padded] times keys [dim, KEYS] */
-INLINE void score(int num, int vecs, const float *query, int64_t padded, const float *keys, int64_t dim,
-                  float scores[][KEYS]) {
-  for (int64_t j = 0; j < KEYS; j += vecs * LANES) {
-    vec sum[ROWS][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < num; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vecs; v++) sum[r][v] = splat(0);
-    for (int64_t d = 0; d < dim; d++) {
-      vec key[4];
-#pragma GCC unroll 4
-      for (int v = 0; v < vecs; v++) key[v] = load(keys + d * KEYS + j + v * LANES);
-#pragma GCC unroll 8
-      for (int r = 0; r < num; r++) {
-        const vec q = splat(query[r * padded + d]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vecs; v++) sum[r][v] = fma_v(q, key[v], sum[r][v]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < num; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < vecs; v++) store(scores[r] + j + v * LANES, sum[r][v]);
-  }
+/* The position of a task's first query. */
+static int64_t position_of(const Attention *a, Rows t) {
+  const int64_t length = a->query_start[t.sequence + 1] - a->query_start[t.sequence];
+  return a->seq_lens[t.sequence] - length + t.first_query;
 }
 
-/* out [num, padded] = out * decay [num] + weights [num, KEYS] times values, of one strip of vecs * LANES elements. */
-INLINE void mix_strip(int num, int vecs, float *out, int64_t padded, const float *decay, float weights[][KEYS],
-                      const Block *block, int64_t first, int64_t last, int64_t d) {
-  vec sum[ROWS][4];
-#pragma GCC unroll 8
-  for (int r = 0; r < num; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vecs; v++) sum[r][v] = load(out + r * padded + d + v * LANES) * decay[r];
-  for (int64_t j = first; j < last; j++) {
-    const float *value = block->values[j] + d;
-    vec part[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < vecs; v++) part[v] = load(value + v * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < num; r++) {
-      const vec weight = splat(weights[r][j]);
-#pragma GCC unroll 4
-      for (int v = 0; v < vecs; v++) sum[r][v] = fma_v(weight, part[v], sum[r][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < num; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < vecs; v++) store(out + r * padded + d + v * LANES, sum[r][v]);
+/* The first key that a task sees. */
+static int64_t first_seen(const Attention *a, Rows t) {
+  return a->window ? max_i(0, position_of(a, t) - a->window + 1) : 0;
 }
 
-INLINE void mix(int num, int vecs, float *out, int64_t padded, const float *decay, float weights[][KEYS],
-                const Block *block, int64_t first, int64_t last) {
-  int64_t d = 0;
-  for (; d + vecs * LANES <= padded; d += vecs * LANES)
-    mix_strip(num, vecs, out, padded, decay, weights, block, first, last, d);
-  for (; d < padded; d += LANES) mix_strip(num, 1, out, padded, decay, weights, block, first, last, d);
+static int64_t first_piece(const Attention *a, Rows t) { return first_seen(a, t) / PIECE; }
+static int64_t end_of_pieces(const Attention *a, Rows t) {
+  return ceil_div(position_of(a, t) + t.num_queries, PIECE);
 }
 
-/* Scores in parts of the cap become base-2 logarithms that approach it. */
-static void cap_scores(float scores[KEYS], float cap) {
-  for (int64_t j = 0; j < KEYS; j += LANES) store(scores + j, tanh_v(load(scores + j)) * cap);
-}
-
-/* Scores of base-2 logarithms become weights, where a row sees keys from..to; returns by what its output so far must be
-   multiplied, and updates its maximum and its sum of weights. */
-static float soften(float scores[KEYS], int64_t from, int64_t to, float *maximum, float *total) {
-  for (int64_t j = 0; j < from; j++) scores[j] = -__builtin_inff();
-  for (int64_t j = to; j < KEYS; j++) scores[j] = -__builtin_inff();
-  vec most = splat(*maximum), sum = splat(0);
-  for (int64_t j = 0; j < KEYS; j += LANES) most = most_v(most, load(scores + j));
-  float top = most[0];
-  for (int l = 1; l < LANES; l++) top = most[l] > top ? most[l] : top;
-  for (int64_t j = 0; j < KEYS; j += LANES) {
-    const vec weight = exp2_v(load(scores + j) - top);
-    store(scores + j, weight);
-    sum += weight;
-  }
-  const float decay = exp2_v(splat(*maximum - top))[0];
-  *maximum = top;
-  *total = *total * decay + sum_v(sum);
-  return decay;
-}
-
-/* `num` rows against one block. `position` is that of their first query's key, relative to the block. */
-INLINE void attend_block(int num, int vecs, const Attention *a, const Block *block, const float *query, float *out,
-                         int64_t padded, const int64_t *positions, float *maximum, float *total) {
-  float scores[ROWS][KEYS], decay[ROWS];
-  int64_t first = KEYS, last = 0;
-  score(num, vecs, query, padded, block->keys, a->head_dim, scores);
-  if (a->cap != 0)
-    for (int r = 0; r < num; r++) cap_scores(scores[r], a->cap);
-  for (int r = 0; r < num; r++) {
-    const int64_t from = max_i(block->first, a->window ? positions[r] - a->window + 1 : 0);
-    const int64_t to = min_i(block->last, positions[r] + 1);
-    decay[r] = 1;
-    if (from >= to) {
-      memset(scores[r], 0, sizeof scores[r]);
-      continue;
-    }
-    decay[r] = soften(scores[r], from, to, &maximum[r], &total[r]);
-    first = min_i(first, from);
-    last = max_i(last, to);
-  }
-  if (first < last) mix(num, vecs, out, padded, decay, scores, block, first, last);
-}
-
-static void attend(const Attention *a, int64_t sequence, int64_t head, int64_t first_query, int64_t num_queries) {
-  const int64_t dim = a->head_dim, padded = round_up(dim, LANES), rows = num_queries * a->group;
-  const int64_t start = a->query_start[sequence], length = a->query_start[sequence + 1] - start;
-  const int64_t position = a->seq_lens[sequence] - length + first_query, end = position + num_queries;
-  const int64_t seen = a->window ? max_i(0, position - a->window + 1) : 0;
-  float query[rows][padded], out[rows][padded], maximum[rows], total[rows], keys[dim * KEYS], row[LANES * padded];
-  float copies[KEYS * padded];
+/* Keys piece * PIECE and on of what a task sees. */
+static void attend_piece(const Attention *a, Rows t, int64_t piece, Part part) {
+  const int64_t dim = a->head_dim, padded = round_up(dim, LANES), rows = t.num_queries * a->group;
+  const int64_t start = a->query_start[t.sequence] + t.first_query, position = position_of(a, t);
+  const int64_t seen = max_i(first_seen(a, t), piece * PIECE);
+  const int64_t end = min_i(position + t.num_queries, (piece + 1) * PIECE);
+  float query[rows][padded], keys[dim * KEYS], row[LANES * padded], copies[KEYS * padded];
   int64_t positions[rows];
   Block block = {.keys = keys, .copies = copies};
 
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t token = start + first_query + r / a->group, member = head * a->group + r % a->group;
+    const int64_t token = start + r / a->group, member = t.head * a->group + r % a->group;
     widen_row(query[r], element(a->query, a->type, token * a->query_step + member * a->query_head_step), a->type,
               dim, 1);
     for (int64_t d = 0; d < dim; d++) query[r][d] *= a->scale;
-    memset(out[r], 0, sizeof out[r]);
-    maximum[r] = -__builtin_inff();
-    total[r] = 0;
+    part.maximum[r] = -__builtin_inff();
+    part.total[r] = 0;
   }
+  memset(part.out, 0, (size_t)(rows * padded) * sizeof *part.out);
   for (int64_t at = seen / KEYS * KEYS; at < end; at += KEYS) {
     block.first = max_i(0, seen - at);
     block.last = min_i(KEYS, end - at);
-    read_block(a, &block, a->block_table + sequence * a->table_step, head, at, padded, row);
+    read_block(a, &block, a->block_table + t.sequence * a->table_step, t.head, at, padded, row);
     for (int64_t r = 0; r < rows; r++) positions[r] = position + r / a->group - at;
     for (int64_t r = 0; r < rows; r += ROWS) {
-#define ATTEND(num, vecs) \
-  attend_block(num, vecs, a, &block, query[r], out[r], padded, positions + r, maximum + r, total + r)
+#define ATTEND(num, vecs)                                                                                  \
+  attend_block(num, vecs, a, &block, query[r], part.out + r * padded, padded, positions + r, part.maximum + r, \
+               part.total + r)
       switch (min_i(ROWS, rows - r)) {
         case 1: ATTEND(1, 4); break;
         case 2: ATTEND(2, 4); break;
@@ -286,10 +108,101 @@ static void attend(const Attention *a, int64_t sequence, int64_t head, int64_t f
 #undef ATTEND
     }
   }
+}
+
+/* Adds to what rows have of earlier pieces what they have of the next one. */
+static void merge(Part whole, Part next, int64_t rows, int64_t padded) {
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t token = start + first_query + r / a->group, member = head * a->group + r % a->group;
-    for (int64_t d = 0; d < dim; d++) out[r][d] /= total[r];
-    narrow_row(element(a->out, a->type, (token * a->num_kv_heads * a->group + member) * dim), out[r], a->type, dim, 1);
+    float *out = whole.out + r * padded;
+    const float *added = next.out + r * padded;
+    if (next.total[r] == 0) continue; /* the row sees nothing of it */
+    if (whole.total[r] == 0) {
+      memcpy(out, added, (size_t)padded * sizeof *out);
+      whole.maximum[r] = next.maximum[r], whole.total[r] = next.total[r];
+      continue;
+    }
+    const float most = next.maximum[r] > whole.maximum[r] ? next.maximum[r] : whole.maximum[r];
+    const vec kept = exp2_v(splat(whole.maximum[r] - most)), share = exp2_v(splat(next.maximum[r] - most));
+    for (int64_t d = 0; d < padded; d += LANES) store(out + d, fma_v(load(added + d), share, load(out + d) * kept));
+    whole.total[r] = fma_v(splat(next.total[r]), share, splat(whole.total[r]) * kept)[0];
+    whole.maximum[r] = most;
+  }
+}
+
+static void write_out(const Attention *a, Rows t, Part whole, int64_t padded) {
+  const int64_t dim = a->head_dim;
+  for (int64_t r = 0; r < t.num_queries * a->group; r++) {
+    const int64_t token = a->query_start[t.sequence] + t.first_query + r / a->group;
+    const int64_t member = t.head * a->group + r % a->group;
+    float *out = whole.out + r * padded;
+    for (int64_t d = 0; d < dim; d++) out[d] /= whole.total[r];
+    narrow_row(element(a->out, a->type, (token * a->num_kv_heads * a->group + member) * dim), out, a->type, dim, 1);
+  }
+}
+
+static void attend(const Attention *a, Rows t) {
+  const int64_t padded = round_up(a->head_dim, LANES), rows = t.num_queries * a->group;
+  float memory[2][part_size(rows, padded)];
+  const Part whole = part_in(memory[0], rows, padded), next = part_in(memory[1], rows, padded);
+  const int64_t first = first_piece(a, t), end = end_of_pieces(a, t);
+  attend_piece(a, t, first, whole);
+  for (int64_t piece = first + 1; piece < end; piece++) {
+    attend_piece(a, t, piece, next);
+    merge(whole, next, rows, padded);
+  }
+  write_out(a, t, whole, padded);
+}
+
+/* All tasks of a call, from the last sequence, which in a prompt has most keys to see, to the first. */
+typedef struct {
+  const Attention *a;
+  const int64_t *first_tile; /* [S + 1], of queries */
+  int64_t queries;           /* of a tile */
+  int64_t sequence;          /* of the task that was asked for before, or the last */
+} AllRows;
+
+static Rows task_at(AllRows *all, int64_t task) {
+  const Attention *a = all->a;
+  const int64_t tile = task / a->num_kv_heads;
+  while (all->first_tile[all->sequence] > tile) all->sequence--;
+  const int64_t s = all->sequence, from = (tile - all->first_tile[s]) * all->queries;
+  const int64_t length = a->query_start[s + 1] - a->query_start[s];
+  return (Rows){s, task % a->num_kv_heads, from, min_i(all->queries, length - from)};
+}
+
+/* Threads share the pieces of all tasks, as many at a time as there is room for; inside of a parallel region. */
+static void attend_together(const Attention *a, AllRows all, int64_t num_tasks, float *scratch, int64_t num_parts,
+                            int64_t size) {
+  const int64_t padded = round_up(a->head_dim, LANES);
+  int64_t task = num_tasks - 1, piece = first_piece(a, task_at(&all, task));
+  while (task >= 0) {
+    struct {
+      Rows task;
+      int64_t piece;
+    } turn[num_parts];
+    int64_t num = 0;
+    /* The same in every thread. scratch[0] is of the task that the turn before has not finished. */
+    for (; num < num_parts && task >= 0; num++) {
+      const Rows t = task_at(&all, task);
+      turn[num].task = t, turn[num].piece = piece++;
+      if (piece == end_of_pieces(a, t) && --task >= 0) piece = first_piece(a, task_at(&all, task));
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < num; i++) {
+      const int64_t rows = turn[i].task.num_queries * a->group;
+      attend_piece(a, turn[i].task, turn[i].piece, part_in(scratch + (1 + i) * size, rows, padded));
+    }
+#pragma omp single
+    for (int64_t i = 0; i < num; i++) {
+      const Rows t = turn[i].task;
+      const int64_t rows = t.num_queries * a->group;
+      const Part whole = part_in(scratch, rows, padded), next = part_in(scratch + (1 + i) * size, rows, padded);
+      if (turn[i].piece == first_piece(a, t))
+        memcpy(whole.out, next.out, (size_t)part_size(rows, padded) * sizeof *whole.out);
+      else
+        merge(whole, next, rows, padded);
+      if (turn[i].piece + 1 == end_of_pieces(a, t)) write_out(a, t, whole, padded);
+    }
   }
 }
 
@@ -300,8 +213,8 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
                             int64_t key_step, int64_t key_head_step, const void *value, int64_t value_step,
                             int64_t value_head_step, void *cache, int64_t cache_type, int64_t block_size,
                             int64_t block_step, int64_t value_offset, int64_t token_step, int64_t head_step,
-                            int64_t step, double scale, double cap, int64_t window, void *out,
-                            int64_t num_threads) {
+                            int64_t step, double scale, double cap, int64_t window, void *out, float *scratch,
+                            int64_t scratch_size, int64_t num_threads) {
   const Attention a = {
       .num_tokens = num_tokens, .num_sequences = num_sequences, .num_kv_heads = num_kv_heads, .group = group,
       .head_dim = head_dim, .query_start = query_start, .seq_lens = seq_lens, .block_table = block_table,
@@ -314,27 +227,31 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
       .out = out,
   };
   const int64_t queries = max_i(1, MAX_ROWS / group); /* of a task */
-  int64_t first_tile[num_sequences + 1], work = 0;
+  int64_t first_tile[num_sequences + 1], work = 0, most_keys = 0, most_queries = 0;
   first_tile[0] = 0;
   for (int64_t s = 0; s < num_sequences; s++) {
     const int64_t length = query_start[s + 1] - query_start[s];
+    const int64_t keys = window ? min_i(window, seq_lens[s]) : seq_lens[s];
     first_tile[s + 1] = first_tile[s] + ceil_div(length, queries);
-    work += length * (window ? min_i(window, seq_lens[s]) : seq_lens[s]) * group * num_kv_heads * head_dim;
+    work += length * keys * group * num_kv_heads * head_dim;
+    most_keys = max_i(most_keys, min_i(length, queries) * keys);
+    most_queries = max_i(most_queries, min_i(length, queries));
   }
-  const int64_t tasks = first_tile[num_sequences] * num_kv_heads;
+  const int64_t num_tasks = first_tile[num_sequences] * num_kv_heads;
+  const int64_t size = part_size(most_queries * group, round_up(head_dim, LANES));
+  const int64_t num_parts = min_i(4 * num_threads, scratch_size / max_i(1, size) - 1);
+  /* A task that is more than a thread's share would keep the others waiting. */
+  const int together = num_parts > 1 && most_keys * group * head_dim > work / num_threads;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && work > PARALLEL_WORK)
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < num_tokens; token++) write_token(&a, token);
-    int64_t sequence = num_sequences - 1;
-    /* From the last, which has most keys to see, to the first. */
+    AllRows all = {&a, first_tile, queries, num_sequences - 1};
+    if (together)
+      attend_together(&a, all, num_tasks, scratch, num_parts, size);
+    else {
 #pragma omp for schedule(dynamic)
-    for (int64_t task = tasks - 1; task >= 0; task--) {
-      const int64_t tile = task / num_kv_heads;
-      while (first_tile[sequence] > tile) sequence--;
-      const int64_t from = (tile - first_tile[sequence]) * queries;
-      const int64_t length = query_start[sequence + 1] - query_start[sequence];
-      attend(&a, sequence, task % num_kv_heads, from, min_i(queries, length - from));
+      for (int64_t task = num_tasks - 1; task >= 0; task--) attend(&a, task_at(&all, task));
     }
   }
 }

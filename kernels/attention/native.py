@@ -1,7 +1,7 @@
 """Paged attention in C for a CPU: one call a layer, for all sequences of a step.
 
-Knows how to hand tensors over; the arithmetic is in `native.c`. Results depend neither on the company
-nor on the number of threads nor on how a prompt is cut into chunks.
+Knows how to hand tensors over; the arithmetic is in `native.c` and `block.h`. Results depend neither on the
+company nor on the number of threads nor on how a prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).resolve().with_name("native.c")
 
+PIECE = 512
+"""Keys that threads don't share: native.c's."""
+
+MAX_ROWS = 96
+"""Of a task, or as many heads as share a KV head: native.c's."""
+
+MOST_LANES = 16
+"""Of a vector, on any machine: outputs are padded to whole ones."""
 
 FUNCTIONS = {
     "paged_attention": (
@@ -29,7 +37,8 @@ FUNCTIONS = {
         *(POINTER, POINTER, POINTER, INT, POINTER),  # what the metadata says
         *(INT, *(POINTER, INT, INT) * 3),  # query, key, value
         *(POINTER, *(INT,) * 7),  # cache
-        *(ctypes.c_double, ctypes.c_double, INT, POINTER, INT),
+        *(ctypes.c_double, ctypes.c_double, INT, POINTER),
+        *(POINTER, INT, INT),  # scratch
     ),
 }
 """What native.c has, by the types of arguments."""
@@ -67,6 +76,7 @@ class Native(AttentionBackend):
         inputs = [_rows(x, query.dtype) for x in (query, key, value)]
         table = metadata.block_table
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        scratch = _scratch(metadata, num_heads // num_kv_heads, head_dim)
         self._attend(
             num_tokens,
             len(metadata.query_lens),
@@ -88,9 +98,22 @@ class Native(AttentionBackend):
             softcap or 0.0,
             window or 0,
             out.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
+            0 if scratch is None else len(scratch),
             torch.get_num_threads(),
         )
         return out
+
+
+def _scratch(metadata: AttentionMetadata, group: int, head_dim: int) -> torch.Tensor | None:
+    """For threads to share the pieces of sequences: room for one that others are merged into, and for four a
+    thread. None where no sequence has two pieces, or one thread does all."""
+    num_threads = torch.get_num_threads()
+    lens = zip(metadata.context_lens, metadata.query_lens, strict=True)
+    if num_threads == 1 or max((context + query for context, query in lens), default=0) <= PIECE:
+        return None
+    rows = min(max(MAX_ROWS, group), max(metadata.query_lens) * group)
+    return torch.empty((1 + 4 * num_threads) * rows * (-(-head_dim // MOST_LANES) * MOST_LANES + 2))
 
 
 def _rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

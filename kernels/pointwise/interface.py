@@ -65,3 +65,33 @@ class PointwiseBackend(Backend):
 
         probs [D, V] float32 from 0 to 1, top_p [D] float32: 1 keeps all, and 0 the largest.
         """
+
+    @abstractmethod
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each row's largest element is, the first of those that are equal, and whether all of the row
+        are finite; if not because of more than -infinity, the place means nothing.
+
+        logits [R, V] float32 with V > 0; [R] int64, [R] bool.
+        """
+
+    @abstractmethod
+    def draw(
+        self,
+        logits: torch.Tensor,  # [R, V] float32
+        rows: torch.Tensor,  # [D] int64, which of them are drawn from
+        temperature: torch.Tensor,  # [D] float32, taken as 1e-5 where it is less
+        uniform: torch.Tensor,  # [D] float64 in [0, 1)
+        *,
+        min_p: torch.Tensor | None = None,  # [D] float32
+        top_k: torch.Tensor | None = None,  # [D] int64
+        top_p: torch.Tensor | None = None,  # [D] float32
+    ) -> torch.Tensor:
+        """Tokens [D] int64 by the inverse of the cumulative distribution of softmax(logits / temperature):
+        the first where the sum of it and all before it exceeds `uniform` of the sum of all.
+
+        Before that, everything less than min_p times the largest is zeroed, then `keep_top_k` and
+        `keep_top_p` keep what they keep. Quotients are rounded to float32, and so may exponentials be, whose
+        sums are float64's: backends may differ where `uniform` is within a few 1e-7 of an edge between two
+        tokens, or what is kept is decided by as little. -1 where there is nothing to draw: all of a row is
+        -infinity, or some quotient NaN or infinity.
+        """

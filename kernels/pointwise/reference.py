@@ -57,3 +57,35 @@ class Reference(PointwiseBackend):
                 inside = ordered.cumsum(0) - ordered < p * ordered.sum()
                 inside[0] = True
                 row[row < ordered[inside][-1]] = 0
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = [int((row == row.max()).nonzero()[0]) if not row.isnan().any() else 0 for row in logits]
+        return torch.tensor(places, dtype=torch.int64), logits.isfinite().all(1)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        temperature: torch.Tensor,
+        uniform: torch.Tensor,
+        *,
+        min_p: torch.Tensor | None = None,
+        top_k: torch.Tensor | None = None,
+        top_p: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """In float64 from the quotient on."""
+        drawn = torch.full_like(rows, -1)
+        for i, row in enumerate(rows.tolist()):
+            scaled = logits[row : row + 1] / temperature[i].clamp(min=1e-5)
+            probs = torch.softmax(scaled.double(), 1)
+            if probs.isnan().any():
+                continue
+            if min_p is not None:
+                probs[probs < min_p[i] * probs.max()] = 0
+            if top_k is not None:
+                self.keep_top_k(probs, top_k[i : i + 1])
+            if top_p is not None:
+                self.keep_top_p(probs, top_p[i : i + 1])
+            cumulative = probs[0].cumsum(0)
+            drawn[i] = (cumulative > uniform[i] * cumulative[-1]).nonzero()[0, 0]
+        return drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from hybridserve.kernels.pointwise.interface import PointwiseBackend
+from hybridserve.kernels.pointwise.torch_draw import TorchDraw
 
 _MANY_ELEMENTS = 1 << 16
 """From here torch's composite spends its time on memory passes, not on calls: a third of them is enough."""
@@ -16,7 +16,7 @@ NUCLEUS_PREFIX = 256
 whole."""
 
 
-class TorchNative(PointwiseBackend):
+class TorchNative(TorchDraw):
     """Keeps what it derives from the sizes of segments."""
 
     name = "torch_native"

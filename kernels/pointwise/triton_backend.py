@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridserve.kernels.pointwise.interface import PointwiseBackend
+from hybridserve.kernels.pointwise.torch_draw import TorchDraw
 from hybridserve.kernels.triton_support import cdiv, obstacle, power_of_2, rows_of, upload
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def num_warps(block: int) -> int:
     return min(8, max(1, block // 256))
 
 
-class Triton(PointwiseBackend):
+class Triton(TorchDraw):
     """Keeps where segments start, on the device."""
 
     name = "triton"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybridserve.config.loader import load_config
-from hybridserve.engine.graph_plan import LARGEST_CPU_SIZE, GraphPlan
+from hybridserve.engine.graph_plan import LARGEST_SIZE, GraphPlan
 from hybridserve.engine.planner import EnginePlan, make_plan
 from hybridserve.kernels import native
 from hybridserve.kernels.attention.native import SOURCE
@@ -29,17 +29,18 @@ def plan(**options: Any) -> EnginePlan:
 def test_one_recording_for_each_number_of_sequences() -> None:
     made = plan(max_num_seqs=64)
     assert made.graphs.on_demand
-    assert made.graphs.sizes == tuple(range(1, LARGEST_CPU_SIZE + 1)) == made.graphs.adapter_sizes
+    assert made.graphs.sizes == tuple(range(1, 65)) == made.graphs.adapter_sizes
     assert made.graphs.lengths == (made.max_model_len,)
-    assert "decode steps of up to 32 sequences, once they come often" in made.table()
+    assert "decode steps of up to 64 sequences, once they come often" in made.table()
     assert plan(max_num_seqs=3).graphs.sizes == (1, 2, 3)
+    assert plan(max_num_seqs=300, memory_bytes="256MiB").graphs.sizes[-1] == LARGEST_SIZE
     assert not plan(max_num_seqs=3, lora={"max_loaded": 1}).graphs.adapter_reason
 
 
 def test_what_memory_holds_is_said() -> None:
     made = plan(memory_bytes="2304KiB", max_num_seqs=64)
     room = made.layout.max_sequences(1)
-    assert room < LARGEST_CPU_SIZE
+    assert room < 64
     assert made.graphs.sizes[-1] == room
     assert f"max_num_seqs is 64, but memory holds {room}" in made.table()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,14 @@ from hybridserve.engine import sampler
 from hybridserve.engine.sampler import LogprobsOutput, logprobs
 from hybridserve.engine.sampling_input import BANNED, PenaltyInput, SamplingInput
 from hybridserve.engine.token_masks import AllowedInput
-from hybridserve.kernels.pointwise import TorchNative
+from hybridserve.kernels.pointwise import Native, TorchNative
 from hybridserve.kernels.pointwise.torch_native import NUCLEUS_PREFIX
+from hybridserve.kernels.registry import Capabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Sample = Callable[[torch.Tensor, SamplingInput], tuple[torch.Tensor, LogprobsOutput | None]]
 
 VOCAB = 600
 
@@ -27,10 +35,18 @@ def make_sampling(rows: int, **columns: object) -> SamplingInput:
     return sampling
 
 
-def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
-    draws = sampler.prepare(sampling, torch.from_numpy, torch.from_numpy)
-    token_ids, scores = sampler.sample(logits, draws, TorchNative())
-    return token_ids, None if scores is None else scores.output()
+@pytest.fixture(params=[TorchNative, Native], ids=lambda backend: backend.name)
+def sample(request: pytest.FixtureRequest) -> Sample:
+    if reason := request.param.why_not(Capabilities("cpu", "float32")):
+        pytest.skip(reason)
+    backend = request.param()
+
+    def sample(logits: torch.Tensor, sampling: SamplingInput) -> tuple[torch.Tensor, LogprobsOutput | None]:
+        draws = sampler.prepare(sampling, torch.from_numpy, torch.from_numpy)
+        token_ids, scores = sampler.sample(logits, draws, backend)
+        return token_ids, None if scores is None else scores.output()
+
+    return sample
 
 
 def make_logits(rows: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -67,7 +83,7 @@ def support(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: 
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution(limits: dict[str, float]) -> None:
+def test_draws_follow_the_distribution(limits: dict[str, float], sample: Sample) -> None:
     draws = 4000
     logits = make_logits(1)
     expected = support(logits[0], **limits)
@@ -83,7 +99,7 @@ def test_draws_follow_the_distribution(limits: dict[str, float]) -> None:
     torch.testing.assert_close(frequency.double(), expected, atol=2.1 / draws, rtol=0)
 
 
-def test_flat_distribution_has_a_nucleus_beyond_the_prefix() -> None:
+def test_flat_distribution_has_a_nucleus_beyond_the_prefix(sample: Sample) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0] = torch.linspace(0, 0.01, VOCAB)
     expected = support(logits[0], top_p=0.9)
@@ -95,7 +111,7 @@ def test_flat_distribution_has_a_nucleus_beyond_the_prefix() -> None:
     assert len(set(token_ids.tolist())) > NUCLEUS_PREFIX
 
 
-def test_rows_do_not_depend_on_company() -> None:
+def test_rows_do_not_depend_on_company(sample: Sample) -> None:
     rows = 12
     logits = make_logits(rows).bfloat16().float()  # bfloat16 makes ties
     rng = np.random.default_rng(1)
@@ -113,13 +129,13 @@ def test_rows_do_not_depend_on_company() -> None:
         assert alone[0] == together[row]
 
 
-def test_greedy_is_argmax_and_ignores_filters() -> None:
+def test_greedy_is_argmax_and_ignores_filters(sample: Sample) -> None:
     logits = make_logits(3)
     sampling = make_sampling(3, temperature=np.zeros(3, dtype=np.float32), top_k=np.array([5, 0, 1]))
     assert sample(logits.clone(), sampling)[0].tolist() == logits.argmax(-1).tolist()
 
 
-def test_penalties_by_definition() -> None:
+def test_penalties_by_definition(sample: Sample) -> None:
     logits = make_logits(2)
     generated, prompt = [3, 3, 9], [9, 11]
     expected = logits[1].clone()
@@ -141,7 +157,7 @@ def test_penalties_by_definition() -> None:
     assert torch.equal(changed[0], logits[0])
 
 
-def test_bias_and_bans() -> None:
+def test_bias_and_bans(sample: Sample) -> None:
     logits = make_logits(2)
     best = int(logits[0].argmax())
     bias = (np.array([0, 1]), np.array([best, 5]), np.array([BANNED, 100.0], dtype=np.float32))
@@ -152,7 +168,7 @@ def test_bias_and_bans() -> None:
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [0, 2]])
-def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_change(rows: list[int]) -> None:
+def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_change(rows: list[int], sample: Sample) -> None:
     """Whatever bias and filters say; the words end beyond the vocabulary."""
     allowed = [4, 31, 32, VOCAB - 1]
     bits = np.zeros(32 * -(-VOCAB // 32), dtype=np.uint8)
@@ -175,7 +191,7 @@ def test_only_allowed_tokens_are_drawn_and_other_rows_do_not_change(rows: list[i
     assert seen == set(allowed)
 
 
-def test_a_row_that_is_not_finite_is_reported_and_disturbs_nobody() -> None:
+def test_a_row_that_is_not_finite_is_reported_and_disturbs_nobody(sample: Sample) -> None:
     logits = make_logits(3)
     logits[1, 7] = torch.nan
     token_ids, _ = sample(logits.clone(), make_sampling(3))
@@ -185,14 +201,14 @@ def test_a_row_that_is_not_finite_is_reported_and_disturbs_nobody() -> None:
     assert token_ids[2] == alone[2]
 
 
-def test_everything_banned_still_draws_a_token() -> None:
+def test_everything_banned_still_draws_a_token(sample: Sample) -> None:
     tokens = np.arange(VOCAB)
     bias = (np.zeros(VOCAB, dtype=np.int64), tokens, np.full(VOCAB, BANNED, dtype=np.float32))
     token_ids, _ = sample(make_logits(1), make_sampling(1, bias=bias))
     assert 0 <= token_ids[0] < VOCAB
 
 
-def test_logprobs_are_of_the_raw_distribution() -> None:
+def test_logprobs_are_of_the_raw_distribution(sample: Sample) -> None:
     logits = make_logits(3)
     sampling = make_sampling(3, num_logprobs=np.array([2, -1, 0]), top_k=np.array([1, 1, 1]))
     sampling.bias = (np.array([0]), np.array([int(logits[0].argmax())]), np.array([-50.0], dtype=np.float32))

@@ -179,10 +179,14 @@ static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int
         for (int64_t i = 0; i < row; i++) set(cache, PLACE(s, p, v, 0) + i, random_float());
     for (int64_t t = start[s]; t < start[s + 1]; t++) slots[t] = SLOT(s, cached + t - start[s]);
   }
+  const int64_t parts = part_size(min_i(length, max_i(1, MAX_ROWS / group)) * group, round_up(dim, LANES));
+  float *const scratch = malloc((size_t)(5 * parts) * sizeof *scratch); /* one that merges, and four at a time */
   paged_attention(total, 2, heads, group, dim, start, lens, table, columns, slots, kind, packed.base, width * dim, dim,
                   element(packed.base, kind, group * heads * dim), width * dim, dim,
                   element(packed.base, kind, (group + 1) * heads * dim), width * dim, dim, cache.base, cache_kind,
-                  block_size, block_step, block_size * row, row, dim, 1, 0.3, cap, window, out.base, 2);
+                  block_size, block_step, block_size * row, row, dim, 1, 0.3, cap, window, out.base,
+                  scratch, 5 * parts, 3);
+  free(scratch);
   for (int64_t s = 0; s < 2; s++)
     for (int64_t t = start[s]; t < start[s + 1]; t++)
       for (int64_t h = 0; h < group * heads; h++) {
@@ -204,19 +208,86 @@ static void run_attention(int64_t kind, int64_t cache_kind, int64_t context, int
   release(packed), release(out), release(cache);
 }
 
+/* Of x and, every other time, of what is added to it. */
 static void run_norm(int64_t kind, int64_t weight_kind, int64_t num_rows, int64_t first, int64_t second) {
   const int64_t size = first + second, step = size + 3, sizes[] = {first, second};
   Numbers x = numbers(num_rows * step - 3, kind), weight = numbers(size, weight_kind), y = numbers(num_rows * size, kind);
-  rms_norm(x.base, step, kind, weight.base, weight_kind, sizes, 2, num_rows, size, 1e-3, y.base, 2);
+  Numbers residual = numbers(num_rows * (size + 1) - 1, kind), before = numbers(num_rows * step - 3, kind);
+  for (int64_t i = 0; i < num_rows * step - 3; i++) set(before, i, (float)get(x, i));
+  const int adds = num_rows % 2;
+  rms_norm(x.base, step, kind, adds ? residual.base : NULL, size + 1, weight.base, weight_kind, sizes, 2, num_rows,
+           size, 1e-3, y.base, 2);
   for (int64_t r = 0; r < num_rows; r++)
     for (int64_t i = 0; i < size; i++) {
       const int64_t from = i < first ? 0 : first, to = i < first ? first : size;
       double sum = 0;
+      const double added = adds ? get(residual, r * (size + 1) + i) : 0;
+      check("sum", get(x, r * step + i), get(before, r * step + i) + added, kind);
       for (int64_t j = from; j < to; j++) sum += get(x, r * step + j) * get(x, r * step + j);
       const double expected = get(x, r * step + i) / sqrt(sum / (double)(to - from) + 1e-3) * get(weight, i);
       check("norm", get(y, r * size + i), expected, kind);
     }
-  release(x), release(weight), release(y);
+  release(x), release(weight), release(y), release(residual), release(before);
+}
+
+static void run_silu(int64_t kind, int64_t num_rows, int64_t size) {
+  const int64_t step = 2 * size + 1;
+  Numbers x = numbers(num_rows * step - 1, kind), y = numbers(num_rows * size, kind);
+  silu_and_mul(x.base, step, kind, num_rows, size, y.base, 2);
+  for (int64_t r = 0; r < num_rows; r++)
+    for (int64_t i = 0; i < size; i++) {
+      const double gate = get(x, r * step + i);
+      check("SwiGLU", get(y, r * size + i), gate / (1 + exp(-gate)) * get(x, r * step + size + i), kind);
+    }
+  release(x), release(y);
+}
+
+/* Rows of `size` logits in any order, one of them NaN, limits on every other run; what is drawn is in the middle of the
+   share of a token. */
+static void run_draw(int64_t num_rows, int64_t size, int limited) {
+  const int64_t step = size + 2;
+  Numbers logits = numbers(num_rows * step - 2, FLOAT32), temperature = numbers(num_rows, FLOAT32);
+  Numbers min_p = numbers(num_rows, FLOAT32), top_p = numbers(num_rows, FLOAT32);
+  double *uniform = malloc((size_t)num_rows * sizeof *uniform);
+  int64_t *const numbers = malloc((size_t)num_rows * 4 * sizeof *numbers), *const rows = numbers;
+  int64_t *const top_k = rows + num_rows, *const drawn = top_k + num_rows, *const expected = drawn + num_rows;
+  float *const scratch = malloc(2 * (size_t)draw_scratch(size) * sizeof *scratch);
+  uint8_t *const finite = malloc((size_t)num_rows);
+  for (int64_t i = 0; i < num_rows; i++) {
+    rows[i] = num_rows - 1 - i;
+    top_k[i] = i % 3 ? size : 0;
+    set(temperature, i, 0.5f + (float)fabs(get(temperature, i)));
+    set(min_p, i, 0);
+    set(top_p, i, i % 2 ? 1 : 0x1.fffffep-1f);
+    double weights[size], total = 0, before = 0;
+    for (int64_t j = 0; j < size; j++)
+      total += weights[j] = exp(get(logits, rows[i] * step + j) / get(temperature, i));
+    expected[i] = random_below(size);
+    for (int64_t j = 0; j < expected[i]; j++) before += weights[j];
+    uniform[i] = (before + weights[expected[i]] / 2) / total;
+    if (limited) { /* to the likeliest, in one of three ways */
+      if (i % 3 == 0) set(min_p, i, 1);
+      if (i % 3 == 1) top_k[i] = 1;
+      if (i % 3 == 2) set(top_p, i, 0);
+    }
+  }
+  set(logits, rows[num_rows / 2] * step + size - 1, NAN);
+  argmax((float *)logits.base, step, num_rows, size, drawn, finite, 2);
+  for (int64_t i = 0; i < num_rows; i++) {
+    int64_t most = 0;
+    for (int64_t j = 1; j < size; j++)
+      if (get(logits, rows[i] * step + j) > get(logits, rows[i] * step + most)) most = j;
+    check("finite", finite[rows[i]], i != num_rows / 2, FLOAT32);
+    if (i != num_rows / 2) check("argmax", (double)drawn[rows[i]], (double)most, FLOAT32);
+    if (limited) expected[i] = most;
+  }
+  draw((float *)logits.base, step, size, rows, num_rows, (float *)temperature.base, uniform,
+       limited ? (float *)min_p.base : NULL, limited ? top_k : NULL, limited ? (float *)top_p.base : NULL, drawn,
+       scratch, 2);
+  for (int64_t i = 0; i < num_rows; i++)
+    check("draw", (double)drawn[i], i == num_rows / 2 ? -1 : (double)expected[i], FLOAT32);
+  release(logits), release(temperature), release(min_p), release(top_p);
+  free(uniform), free(numbers), free(scratch), free(finite);
 }
 
 int main(void) {
@@ -234,12 +305,17 @@ int main(void) {
         for (int n = 0; n < 5; n++, num++)
           run_ssd(kinds[k], n % 2 ? FLOAT32 : kinds[k], lengths[l], 6, 1 + (l + s + n) % 3, sizes[s], states[n], n % 3);
     for (int64_t n = 1; n < 70; n += 4, num++) run_norm(kinds[k], kinds[(k + n) % 3], 1 + n / 2, n, 1 + 3 * n % 41);
+    for (int64_t n = 1; n < 70; n += 4, num++) run_silu(kinds[k], 1 + n / 2, n);
+    for (int64_t n = 1; n < 900; n += 1 + n / 3, num++) run_draw(1 + n / 9, n, k);
     const int64_t contexts[] = {0, 1, 63, 100}, dims[] = {1, 16, 20, 64}, groups[] = {1, 2, 3, 8};
     for (int c = 0; c < 4; c++)
       for (int d = 0; d < 4; d++)
         for (int l = 0; l < 4; l++, num++)
           run_attention(kinds[k], kinds[(k + c) % 3], contexts[c], lengths[l], groups[(c + d + l) % 4], dims[d],
                         1 + (5 * d + 3 * c) % 17, l % 2 ? 0 : 1 + 20 * c, d % 2 ? 0 : 0.5 + c);
+    /* One KV head's keys, shared: the other sequence is half as long. */
+    run_attention(kinds[k], kinds[k], 3 * PIECE + 7, 2, 3, 20, 16, 0, 0), num++;
+    run_attention(kinds[k], kinds[k], 2 * PIECE, 1, 2, 16, 16, PIECE + 20, 0), num++;
   }
   printf("ok: %d sets of sizes\n", (int)num);
   return 0;

@@ -12,7 +12,7 @@ import torch
 
 from hybridserve.kernels.attention import BACKENDS, plan, torch_native
 from hybridserve.kernels.attention.interface import AttentionBackend, AttentionMetadata
-from hybridserve.kernels.attention.native import Native
+from hybridserve.kernels.attention.native import MAX_ROWS, PIECE, SOURCE, Native, _scratch
 from hybridserve.kernels.attention.reference import Reference
 from hybridserve.kernels.attention.torch_native import TorchNative
 from hybridserve.kernels.registry import Capabilities
@@ -324,6 +324,54 @@ def test_bits_of_native_depend_on_nothing_but_the_sequence(
             inputs = (x[take] for x in (case.query, case.key, case.value))
             actual = native.forward(*inputs, case.cache, metadata, scale=shape.scale, window=window)
             assert torch.equal(actual, torch.cat([parts[i] for i in order]))
+
+
+PIECES = [(2 * PIECE + 3, 1), (2 * PIECE - 2, 5), (40, 1), (PIECE - 1, 1), (PIECE, 2)]
+"""One token, a few that reach into the next piece, some with one piece, one that just ends it."""
+
+
+@pytest.mark.parametrize("window", [None, 30, PIECE + 9])
+@pytest.mark.parametrize("head_dim", [20, 64])
+@pytest.mark.usefixtures("threads")
+def test_pieces_of_a_long_sequence(native: Native, head_dim: int, window: int | None) -> None:
+    """A call whose longest task is more than a thread's share: it has the bits of one thread, of every
+    sequence alone and of prompts in chunks."""
+    shape = Shape(heads=3, kv_heads=1, head_dim=head_dim, block_size=16)
+    case = Case(PIECES, shape, 1)
+    torch.set_num_threads(1)
+    expected = case.run(native, window)
+    assert_matches_reference(PIECES, shape, window, seed=1, backend=native)
+    starts = [0, *itertools.accumulate(rows for _, rows in PIECES)]
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(case.run(native, window), expected)
+        for i in range(len(PIECES)):
+            rows = slice(starts[i], starts[i + 1])
+            metadata = make_metadata([PIECES[i]], [case.tables[i]], 16)
+            assert torch.equal(case.run_part(native, rows, metadata, window), expected[rows])
+    total = 2 * PIECE + 40
+    whole = Case([(0, total)], shape, 0)
+    expected = whole.run(native, window)
+    for chunks in ([total - 1, 1], [PIECE, 1, 500, 51]):
+        assert torch.equal(Case([(0, total)], shape, 0).run_in_chunks(native, chunks, window), expected)
+
+
+def test_short_sequences_have_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scratch is made for them, nor for a thread alone."""
+    short, long = (make_metadata([(context, 1)], [[1] * 200], 4) for context in (PIECE - 1, PIECE))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert _scratch(short, 2, 16) is None
+    scratch = _scratch(long, 2, 20)
+    assert scratch is not None
+    assert len(scratch) == 9 * 2 * (32 + 2)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    assert _scratch(long, 2, 20) is None
+
+
+def test_sizes_are_the_source_s() -> None:
+    source = SOURCE.read_text()
+    assert f"#define PIECE {PIECE} " in source
+    assert f"#define MAX_ROWS {MAX_ROWS}\n" in source
 
 
 def test_any_strides(ours: AttentionBackend) -> None:

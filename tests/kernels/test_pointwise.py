@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from hybridserve.kernels.pointwise import BACKENDS, Native, Reference
+from hybridserve.kernels.pointwise import native as native_module
 from hybridserve.kernels.registry import Capabilities
 
 if TYPE_CHECKING:
@@ -194,3 +196,137 @@ def test_keep_top_p(backend: PointwiseBackend, size: int) -> None:
             Reference().keep_top_p(expected, torch.tensor(top_p))
             assert torch.equal(actual, expected)
     backend.keep_top_p(probs[:0], torch.zeros(0))
+
+
+def logits_of(num_rows: int, size: int) -> torch.Tensor:
+    """Sharp and flat ones, some with ties, one with much that is banned, between columns of NaN."""
+    generator = torch.Generator().manual_seed(size)
+    wide = torch.full((num_rows, size + 5), torch.nan)
+    logits = wide[:, 2:-3]
+    logits.copy_(torch.randn(num_rows, size, generator=generator))
+    logits.mul_(torch.linspace(0.01, 9, num_rows)[:, None])
+    logits[1::3] = logits[1::3].round()
+    logits[2::3, 1::2] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 65, 700, 1025])
+def test_argmax(backend: PointwiseBackend, size: int) -> None:
+    """The first of several, and of nothing but -infinity; -infinity is not finite."""
+    logits = logits_of(9, size)
+    logits[3, -1] = torch.nan
+    logits[4, size // 2] = torch.inf
+    logits[5] = -torch.inf
+    logits[6] = 3.0
+    places, finite = backend.argmax(logits)
+    expected = logits.max(1, keepdim=True).values
+    for row in (0, 1, 2, 5, 6, 7, 8):
+        assert places[row] == (logits[row] == expected[row]).nonzero()[0, 0]
+    assert places.dtype == torch.int64
+    assert finite.tolist() == logits.isfinite().all(1).tolist()
+    assert [len(each) for each in backend.argmax(logits[:0])] == [0, 0]
+
+
+LIMITS: tuple[dict[str, list[float]], ...] = (
+    {},
+    {"min_p": [0.1, 0.0, 0.5, 1.0, 1e-3]},
+    {"top_k": [3, 0, 1, 10_000, 40]},
+    {"top_p": [0.9, 1.0, 0.0, 0.5, 0.999]},
+    {"top_k": [50, 2, 0, 7, 500], "top_p": [0.3, 0.95, 0.8, 1.0, 1e-9], "min_p": [0.0, 0.05, 0.0, 0.3, 0.02]},
+)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=lambda limits: "+".join(limits) or "plain")
+@pytest.mark.parametrize("size", [1, 7, 256, 257, 1030])
+def test_draw(backend: PointwiseBackend, size: int, limits: dict[str, list[float]]) -> None:
+    """Where float64 draws, in the middle of what belongs to a token: many tokens of rows in any order."""
+    logits = logits_of(7, size)
+    rows = torch.tensor([6, 2, 2, 0, 5, 1])[torch.arange(30) % 6]
+    temperature = torch.tensor([0.7, 1.0, 2.5, 0.01])[torch.arange(30) % 4]
+    columns = {
+        name: torch.tensor(values, dtype=torch.int64 if name == "top_k" else torch.float32)[
+            torch.arange(30) % 5
+        ]
+        for name, values in limits.items()
+    }
+    generator = torch.Generator().manual_seed(size)
+    uniform, expected = torch.empty(30, dtype=torch.float64), torch.empty(30, dtype=torch.int64)
+    for i in range(30):
+        probs = torch.softmax(logits[rows[i : i + 1]].double() / temperature[i].item(), 1)
+        if "min_p" in limits:
+            probs[probs < columns["min_p"][i] * probs.max()] = 0
+        if "top_k" in limits:
+            Reference().keep_top_k(probs, columns["top_k"][i : i + 1])
+        if "top_p" in limits:
+            Reference().keep_top_p(probs, columns["top_p"][i : i + 1])
+        share = probs[0] / probs.sum()
+        likely = (share > 1e-4).nonzero()[:, 0]
+        expected[i] = likely[torch.randint(len(likely), (1,), generator=generator)]
+        uniform[i] = share[: expected[i]].sum() + share[expected[i]] / 2
+    drawn = backend.draw(logits, rows, temperature, uniform, **columns)
+    assert drawn.dtype == torch.int64
+    assert drawn.tolist() == expected.tolist()
+
+
+def test_draws_at_either_end_are_of_what_may_be_drawn(backend: PointwiseBackend) -> None:
+    logits = torch.zeros(1, 600)
+    logits[0, :300] = logits[0, 500:] = -torch.inf
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    drawn = backend.draw(logits, torch.zeros(2, dtype=torch.int64), torch.ones(2), ends)
+    assert drawn.tolist() == [300, 499]
+
+
+def test_nothing_to_draw(backend: PointwiseBackend) -> None:
+    """Nor does a row disturb the others: a temperature may make a logit infinite."""
+    logits = logits_of(5, 300)
+    logits[0, 7], logits[1, 299], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, 4] = 3e38
+    rows, uniform = torch.arange(5), torch.full((5,), 0.3, dtype=torch.float64)
+    limits = {"top_k": torch.full((5,), 9), "top_p": torch.full((5,), 0.9)}
+    for columns in ({}, limits):
+        drawn = backend.draw(logits, rows, torch.full((5,), 0.5), uniform, **columns)
+        assert drawn[:4].tolist() == [-1] * 4
+        alone = {name: column[4:] for name, column in columns.items()}
+        assert drawn[4:] == backend.draw(logits, rows[4:], torch.full((1,), 0.5), uniform[4:], **alone)
+    assert len(backend.draw(logits, rows[:0], torch.ones(0), uniform[:0])) == 0
+
+
+@pytest.mark.usefixtures("threads")
+def test_native_draws_depend_on_their_row_alone(native: Native) -> None:
+    """Uniform numbers as they come, and those on the edges: with any number of threads, and after larger
+    vocabularies, which leave scratch of another size."""
+    logits = logits_of(40, 3000)
+    rows, temperature = torch.arange(40), torch.linspace(0.2, 2, 40)
+    uniform = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    uniform[::5] = (uniform[::5] * 8).floor() / 8
+    limits = {"top_k": torch.arange(40) * 7, "top_p": torch.linspace(0.1, 1, 40)}
+    torch.set_num_threads(1)
+    expected = torch.cat(
+        [
+            native.draw(
+                logits,
+                rows[i : i + 1],
+                temperature[i : i + 1],
+                uniform[i : i + 1],
+                **{name: column[i : i + 1] for name, column in limits.items()},
+            )
+            for i in range(40)
+        ]
+    )
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        native.draw(logits_of(3, 9000), rows[:3], temperature[:3], uniform[:3])
+        assert torch.equal(native.draw(logits, rows, temperature, uniform, **limits), expected)
+        places, finite = native.argmax(logits.repeat(30, 1))
+        assert torch.equal(places, native.argmax(logits)[0].repeat(30))
+        assert torch.equal(finite, logits.isfinite().all(1).repeat(30))
+
+
+def test_logits_are_float32(native: Native) -> None:
+    with pytest.raises(TypeError, match=r"float32, not torch\.bfloat16"):
+        native.argmax(torch.zeros(1, 4, dtype=torch.bfloat16))
+
+
+def test_a_block_of_draws_is_the_source_s() -> None:
+    source = Path(native_module.__file__).with_name("draw.h").read_text()
+    assert f"#define BLOCK {native_module.DRAW_BLOCK} " in source

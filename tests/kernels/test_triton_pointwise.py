@@ -12,8 +12,12 @@ from tests.kernels.test_pointwise import (  # noqa: F401 - collected again, with
     distributions,
     test_add_rms_norm,
     test_add_rms_norm_of_columns_that_lie_apart,
+    test_argmax,
+    test_draw,
+    test_draws_at_either_end_are_of_what_may_be_drawn,
     test_keep_top_k,
     test_keep_top_p,
+    test_nothing_to_draw,
     test_rotate,
     test_silu_and_mul,
 )
