@@ -404,7 +404,7 @@ def test_an_engine_beside_busy_processes(
     if govern_threads() is None:
         pytest.skip("this system does not tell how long threads waited")
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
-    save_model("llama", tmp_path, **sizes)
+    save_model("llama", tmp_path, seed=1, **sizes)
 
     def seconds(llm: LLM) -> float:
         """For a few tokens."""
