@@ -124,7 +124,7 @@ def memory(args: SimpleNamespace) -> dict[str, Any]:
 def start(args: SimpleNamespace) -> dict[str, Any]:
     """Seconds from a command to its first character: of `generate demo`, its kernels being built, and in turn
     with it of a bare `import torch`, as Python does it and with its collector off, which is how the command
-    does. Two tokens are asked for: the first may be no character yet. Byte code is kept, as it is for users."""
+    does. Two tokens are asked for: the first may be no character yet. Byte code is kept, as users have it."""
     torch_alone = "import torch; print('.', flush=True)"
     commands = {
         "generate demo": ["-m", "hybridserve", "generate", "demo", "--prompt", "ROMEO:", "--max_tokens", "2"],

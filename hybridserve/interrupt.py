@@ -35,7 +35,7 @@ class _Raise:
 @contextlib.contextmanager
 def interrupt_exits_at_once() -> Iterator[None]:
     """For imports, which leave nothing to clean up: a class body or an extension module that is interrupted
-    while it is loaded makes any other error of KeyboardInterrupt, or none. Nor is there garbage to collect."""
+    while it is loaded makes any other error of KeyboardInterrupt, or none. Nor is there garbage."""
     current = signal.getsignal(signal.SIGINT)
     with collector_rests(keeps=True):
         if current is not signal.default_int_handler and not isinstance(current, _Raise):  # somebody else's
