@@ -15,7 +15,7 @@ Parts, each cell of which is measured in a process of its own (`cpu_cells.py`):
 - host: milliseconds of a decode step of 64 sequences.
 - adapters: W2 with 8 adapters mixed against the base model, in the same engine, in turn.
 - memory: what weights take of the memory against what they would take if each was there once.
-- start: seconds until `generate demo` prints.
+- start: seconds until `generate demo` prints, and how many of them importing torch takes by itself.
 
 Medians of the repeats. Compare numbers only where the load that the report begins and ends with is that of
 the benchmark alone. A cell that fails ends the run; what was measured before is in the file all the same.
@@ -150,7 +150,8 @@ def memory(report: Report, dtypes: list[str]) -> None:
 def start(report: Report) -> None:
     found = report.cell("start")
     report.keep(found, "start")
-    print(f"generate demo: its first character after {found['median']:.2f} s")
+    shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["medians"].items())
+    print(f"first character: {shown}; what isn't torch's import takes {found['beside_torch']:.2f} s")
 
 
 def main() -> None:

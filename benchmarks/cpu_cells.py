@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -120,22 +122,42 @@ def memory(args: SimpleNamespace) -> dict[str, Any]:
 
 
 def start(args: SimpleNamespace) -> dict[str, Any]:
-    """Seconds from the command to the first character of `generate demo`, its kernels being built; and of
-    building them. Two tokens are asked for: the first may be no character yet."""
-    command = [sys.executable, "-m", "hybridserve", "generate", "demo", "--prompt", "ROMEO:"]
-    firsts = []
-    for _ in range(args.repeats + 1):  # the first builds and reads files
-        begin = time.perf_counter()
-        with subprocess.Popen(
-            [*command, "--max_tokens", "2"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            firsts.append(time.perf_counter() - begin)
-            process.stdout.read()
-        if process.returncode:
-            raise RuntimeError(f"generate demo ended with status {process.returncode}")
-    return {"first_token_seconds": firsts[1:], "median": statistics.median(firsts[1:])}
+    """Seconds from a command to its first character: of `generate demo`, its kernels being built, and in turn
+    with it of a bare `import torch`, as Python does it and with its collector off, which is how the command
+    does. Two tokens are asked for: the first may be no character yet. Byte code is kept, as users have it."""
+    torch_alone = "import torch; print('.', flush=True)"
+    commands = {
+        "generate demo": ["-m", "hybridserve", "generate", "demo", "--prompt", "ROMEO:", "--max_tokens", "2"],
+        "import torch": ["-c", torch_alone],
+        "import torch, no collector": ["-c", f"import gc; gc.disable(); {torch_alone}"],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        for _ in range(args.repeats + 1):  # the first builds, compiles and reads files
+            for name, command in commands.items():
+                seconds[name].append(_first_character([sys.executable, *command], environment))
+    medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    return {
+        "seconds": {name: each[1:] for name, each in seconds.items()},
+        "medians": medians,
+        "beside_torch": medians["generate demo"] - medians["import torch, no collector"],
+    }
+
+
+def _first_character(command: list[str], environment: dict[str, str]) -> float:
+    begin = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - begin
+        process.stdout.read()
+    if process.returncode:
+        raise RuntimeError(f"{command} ended with status {process.returncode}")
+    return seconds
 
 
 CELLS: dict[str, Callable[[SimpleNamespace], dict[str, Any]]] = {

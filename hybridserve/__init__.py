@@ -30,7 +30,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'hybridserve' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    from hybridserve.collector import collector_rests
+
+    with collector_rests():
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -12,6 +12,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from hybridserve.collector import collector_rests
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
@@ -33,13 +35,14 @@ class _Raise:
 @contextlib.contextmanager
 def interrupt_exits_at_once() -> Iterator[None]:
     """For imports, which leave nothing to clean up: a class body or an extension module that is interrupted
-    while it is loaded makes any other error of KeyboardInterrupt, or none."""
+    while it is loaded makes any other error of KeyboardInterrupt, or none. Nor is there garbage."""
     current = signal.getsignal(signal.SIGINT)
-    if current is not signal.default_int_handler and not isinstance(current, _Raise):  # somebody else's
-        yield
-        return
-    with interrupt_calls(lambda *_: os._exit(INTERRUPTED)):
-        yield
+    with collector_rests(keeps=True):
+        if current is not signal.default_int_handler and not isinstance(current, _Raise):  # somebody else's
+            yield
+            return
+        with interrupt_calls(lambda *_: os._exit(INTERRUPTED)):
+            yield
 
 
 @contextlib.contextmanager

@@ -154,7 +154,8 @@ class PromptReader:
         tokenizer = self.text("prompt")
         if not prompt:  # stays empty, though the tokenizer would put special tokens around it
             return []
-        if tokenizer.max_bytes_an_id is not None:
+        # who asks for the bytes of an id for the first time waits for a look at the whole vocabulary
+        if len(prompt) > max_model_len and tokenizer.max_bytes_an_id is not None:
             at_least = len(prompt) // tokenizer.max_bytes_an_id  # a character is a byte or more
             if at_least > max_model_len:  # not even worth the time of the tokenizer
                 raise ValueError(f"prompt: {at_least} tokens or more, max_model_len is {max_model_len}")

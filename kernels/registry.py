@@ -39,6 +39,9 @@ class Backend(ABC):
     copies_codes: ClassVar[str] = ""
     """What of a one-byte weight it writes to memory as plain numbers in every product; empty: nothing."""
 
+    depends_on_threads: ClassVar[bool] = True
+    """Whether a result's last bits may be others with another number of threads."""
+
     can_be_recorded: ClassVar[bool] = False
     """Whether, in a step of one token a sequence, what it launches depends on nothing but shapes and the
     metadata's lists, whose `context_lens` are upper bounds then, and all else is read on the device when it

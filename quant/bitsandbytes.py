@@ -31,6 +31,7 @@ BLOCK = 64
 class BnbFormat(ScaledFormat):
     """Codes and scales as `ScaledFormat` has them; what differs is that a product dequantizes."""
 
+    depends_on_threads: ClassVar[bool] = True
     can_be_recorded: ClassVar[bool] = False  # which experts are used is asked of the device
 
     @classmethod

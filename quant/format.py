@@ -58,6 +58,8 @@ class WeightFormat(ABC):
     name: ClassVar[str]
     inputs_together: ClassVar[int] = 1
     """Inputs of a row that share a scale: ranks divide a row between them, never within."""
+    depends_on_threads: ClassVar[bool] = False
+    """Whether a result's last bits may be others with another number of threads, whatever runs products."""
     can_be_recorded: ClassVar[bool] = True
     """As of a backend (kernels/registry.py)."""
 

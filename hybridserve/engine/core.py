@@ -212,7 +212,7 @@ class EngineCore:
         """Counters since the start and gauges of this moment; with adapters, "adapters" maps each name that
         was used to its counters."""
         gauges = self.stats.gauges(self.scheduler)
-        return {**gauges, **self._grammars.gauges(), **self.adapters.gauges()}
+        return {**gauges, **self.executor.gauges(), **self._grammars.gauges(), **self.adapters.gauges()}
 
     def unfinished(self) -> Iterator[tuple[Request, float]]:
         """Every sequence that has not finished, and when it arrived (monotonic seconds); the oldest first."""

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hybridserve.engine.thread_governor import govern_threads
 from hybridserve.engine.threads import limit_threads
 from hybridserve.engine.worker import Worker
 
@@ -49,6 +52,10 @@ class Executor(ABC):
     def close(self) -> None:
         """Release what the executor holds."""
 
+    def gauges(self) -> dict[str, float]:
+        """What it has to tell of this moment, for `EngineCore.gauges`."""
+        return {}
+
     # Adapters. An executor whose model was built without them is never asked.
 
     @property
@@ -77,18 +84,24 @@ class Executor(ABC):
 
 class LocalExecutor(Executor):
     """One worker in the caller's own process and thread. On a CPU a submitted step has run when `submit`
-    returns. A GPU runs it meanwhile, and the next one can be planned and submitted: what the first has drawn
-    it finds on the device (F057)."""
+    returns, with as many threads as get cores. A GPU runs it meanwhile, and the next one can be planned and
+    submitted: what the first has drawn it finds on the device (F057)."""
 
     def __init__(self, model_path: Path, plan: EnginePlan) -> None:
         if plan.device == "cpu":
             limit_threads()
         self.worker = Worker(model_path, plan)
-        self.max_in_flight = 1 if plan.device == "cpu" else 2
+        self._is_on_cpu = plan.device == "cpu"
+        self.max_in_flight = 1 if self._is_on_cpu else 2
         self._launched: deque[LaunchedStep] = deque()
+        self._governor = None
+        if self._is_on_cpu and not self.worker.depends_on_threads:
+            self._governor = govern_threads()
 
     def submit(self, step: StepInput) -> None:
         self._launched.append(self.worker.launch(step))
+        if self._governor is not None:
+            self._governor.after_step()
 
     def collect(self) -> StepOutput:
         return self._launched.popleft().collect()
@@ -97,7 +110,12 @@ class LocalExecutor(Executor):
         self._launched.clear()
 
     def close(self) -> None:
+        if self._governor is not None:
+            self._governor.close()
         del self.worker
+
+    def gauges(self) -> dict[str, float]:
+        return {"num_threads": torch.get_num_threads()} if self._is_on_cpu else {}
 
     @property
     def adaptable_modules(self) -> Mapping[str, AdaptableModule]:

@@ -2,7 +2,8 @@
 
 Threads of a kernel wait for each other, so one without a core of its own makes all of them slow. A process's
 affinity says which cores there are; a container's quota says for how much of the time, which neither torch
-nor OpenMP asks. Knows the system's files; knows no engine.
+nor OpenMP asks. What other processes leave of the cores changes while an engine runs: `thread_governor.py`.
+Knows the system's files; knows no engine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Cores:
 def usable_cores(proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")) -> Cores:
     """By affinity, or by the tightest quota of the control groups, of version 1 or 2, that it is in."""
     num = len(psutil.Process().cpu_affinity() or [1])
-    quota = min((each for each in _quotas(proc, cgroups)), default=math.inf)
+    quota = min((cores for _, cores in limited_groups(proc, cgroups)), default=math.inf)
     if quota >= num:
         return Cores(num, f"of {num} {'core' if num == 1 else 'cores'}")
     return Cores(max(1, math.ceil(quota)), f"of {num} cores, for a quota of {quota:.3g}")
@@ -49,8 +50,8 @@ def limit_threads() -> str:
     return f"{torch.get_num_threads()} threads ({cores.reason})"
 
 
-def _quotas(proc: Path, cgroups: Path) -> list[float]:
-    """Cores' worth of time, of each group from this process's up that has a limit."""
+def limited_groups(proc: Path, cgroups: Path) -> list[tuple[Path, float]]:
+    """The folder, and cores' worth of time, of each group from this process's up that has a limit."""
     try:
         lines = (proc / "cgroup").read_text().splitlines()
     except OSError:
@@ -66,7 +67,7 @@ def _quotas(proc: Path, cgroups: Path) -> list[float]:
             if not folder.is_relative_to(root):
                 break
             if (quota := _quota(folder, is_old=bool(controllers))) is not None:
-                found.append(quota)
+                found.append((folder, quota))
     return found
 
 

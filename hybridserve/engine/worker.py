@@ -11,6 +11,7 @@ from hybridserve.engine.gpus import rank_device
 from hybridserve.engine.graphs import CUDARecorder
 from hybridserve.engine.model_runner import ModelRunner
 from hybridserve.engine.planner import EnginePlan, build_context
+from hybridserve.kernels.registry import candidates
 from hybridserve.lora.layers import PlacedAdapter, check_adapter, place_adapter, remove
 from hybridserve.models.weights import load_model
 
@@ -61,6 +62,16 @@ class Worker:
             pipeline=context.pipeline,
         )
         self._context = context
+        chosen = (
+            each
+            for op, choice in plan.backends.items()
+            for each in candidates(op)
+            if each.name == choice.name
+        )
+        self.depends_on_threads = any(each.depends_on_threads for each in chosen) or any(
+            each.depends_on_threads for each in context.formats.formats.values()
+        )
+        """Whether a result's last bits may be others with another number of threads."""
         self._adapter_tp = adapter_tp or context.tp
         self._max_rank = 0 if plan.lora is None else plan.lora.max_rank
         self._poison_freed = plan.lora is not None and plan.lora.poison_freed

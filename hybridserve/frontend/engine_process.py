@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hybridserve.collector import collector_rests
 from hybridserve.engine.view import view_of
 from hybridserve.frontend import protocol
 from hybridserve.frontend.protocol import Channel, PeerGone, ProtocolError, ToEngine, decode, encode
@@ -67,7 +68,7 @@ def main(load: Load | None = None) -> None:
 
 def load_engine(channel: Channel, inbox: Inbox, begin: float) -> tuple[EngineCore, Pulse]:
     """Load what `Start` says, telling of each phase; `begin` is when the process did."""
-    with _phase(channel, "import", begin):
+    with _phase(channel, "import", begin), collector_rests(keeps=True):
         from hybridserve.config.schema import EngineConfig
         from hybridserve.engine.alternatives import make_plan_or_suggest
         from hybridserve.engine.core import EngineCore

@@ -26,6 +26,7 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "kv_blocks_cached": ("cache_num_cached_blocks", "blocks of KV that are only kept for later prompts"),
     "state_checkpoints": ("cache_num_checkpoints", "slots that keep a state for later prompts"),
     "num_swapped_out": ("num_swapped_out", "sequences whose memory is on the host now"),
+    "kernel_threads": ("num_threads", "threads of a kernel on a CPU: fewer while others keep cores busy"),
     "grammars_cached": ("num_cached_grammars", "grammars that are kept compiled"),
     "grammars_cached_bytes": ("cached_grammar_bytes", "length of their descriptions"),
     "num_requests_waiting_for_grammar": ("num_waiting_for_grammar", "requests whose grammar is compiled now"),

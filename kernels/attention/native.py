@@ -48,6 +48,7 @@ class Native(AttentionBackend):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
+    depends_on_threads = False
     can_be_recorded = True
 
     @classmethod

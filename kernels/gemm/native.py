@@ -58,6 +58,7 @@ class Native(GemmBackend):
     bits, and sums of up to 1,024 products are exact. Other codes are widened to float32 as they are read."""
 
     name = "native"
+    depends_on_threads = False
     can_be_recorded = True
     rounding = "to 15 bits a row"
 

@@ -57,6 +57,7 @@ class Native(LoraBackend):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = _NAME
+    depends_on_threads = False
     can_be_recorded = True
 
     @classmethod

@@ -53,6 +53,7 @@ class Native(MoEBackend):
     each expert are rounded row by row."""
 
     name = "native"
+    depends_on_threads = False
     can_be_recorded = True
     rounding = gemm.Native.rounding
 

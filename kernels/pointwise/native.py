@@ -46,6 +46,7 @@ class Native(TorchNative):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
+    depends_on_threads = False
     can_be_recorded = True
 
     @classmethod

@@ -57,6 +57,7 @@ class Native(SSMBackend):
     """RuntimeError where there is no library: ask `why_not` first."""
 
     name = "native"
+    depends_on_threads = False
     can_be_recorded = True
 
     @classmethod
