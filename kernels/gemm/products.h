@@ -1,7 +1,6 @@
 /* The product of one kind of weight: PRODUCT(name, kind) is the function that the library of this kind has.
 
-   Every number of rows has tiles. Those of a weight as it is are functions of their own: compilers need longer for one
-   function that has all of them than for each, and make it no faster. */
+   Every number of rows has tiles; those of a weight as it is are functions of their own. */
 
 #ifndef HYBRIDSERVE_PRODUCTS_H
 #define HYBRIDSERVE_PRODUCTS_H
@@ -10,7 +9,6 @@
 #include "gemm/panels.h"
 
 #define L1_BYTES (20 << 10) /* of weights that stay in the first cache while rows pass */
-#define NOINLINE __attribute__((noinline))
 
 typedef void tile_function(const float *x, int64_t x_stride, const weight *w, int64_t first, int64_t end,
                            const target *out, int64_t row);

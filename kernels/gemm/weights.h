@@ -12,7 +12,6 @@
 #define OUTPUTS 3                   /* that it multiplies with */
 #define PANEL (2 * LANES)           /* outputs that lie side by side, as panels.h has them */
 #define OUTPUTS_AT_ONCE (4 * PANEL) /* that one row is multiplied with there */
-#define UNUSED __attribute__((unused))
 
 /* Kinds of element of a weight only, beside native.h's; 2 is native_math.h's. */
 enum { INT8 = 3, FLOAT8 = 4 /* e4m3fn */ };

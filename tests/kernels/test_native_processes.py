@@ -99,6 +99,35 @@ def test_processes_at_once_are_one_build(
     assert len(list((cache / "native").glob("*.so"))) == 1
 
 
+MEASURE = """
+import resource, sys, time
+from hybridserve.engine.planner import OPERATORS
+from hybridserve.kernels import native, registry
+wanted = registry.sources(OPERATORS, registry.Capabilities("cpu", sys.argv[1], sys.argv[2]))
+start = time.perf_counter()
+native.prepare(wanted)
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+sys.stdout.write(f"{len(wanted)} {usage.ru_utime + usage.ru_stime} {time.perf_counter() - start}")
+sys.exit(native.obstacle(*wanted))
+"""
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the time was measured on x86")
+@pytest.mark.parametrize("weights", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_build_takes_seconds(cache: Path, dtype: str, weights: str) -> None:
+    """All that an engine with adapters runs. Compilers' own time, which busy neighbours change little: twice
+    the five seconds that two cores may take."""
+    command = [sys.executable, "-c", MEASURE, dtype, weights]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.count("building C kernels, once (") == 1
+    num_libraries, seconds, _ = done.stdout.split()
+    assert len(list((cache / "native").glob("*.so"))) == int(num_libraries)
+    assert float(seconds) < 10
+
+
 def test_without_a_compiler_torch_is_used() -> None:
     """The whole way, in a process that asks for the first time: no warning, no traceback, and the reason."""
     code = (
