@@ -136,6 +136,26 @@ INLINE uint16_t narrow_half(float x) {
   return (uint16_t)(sign | (rest >= 0x477ff000 ? special : rest < 0x38800000 ? subnormal : normal));
 }
 
+/* widen_half and narrow_half of each. */
+INLINE vec widen_half_v(const uint16_t *p) {
+  hvec h;
+  memcpy(&h, p, sizeof h);
+  const uvec bits = __builtin_convertvector(h, uvec), sign = (bits & 0x8000) << 16, rest = (bits & 0x7fff) << 13;
+  const ivec special = (ivec)rest >= 0x0f800000;
+  const vec finite = (vec)rest * 0x1p112f;
+  return (vec)(sign | ((uvec)special & (rest | 0x7f800000)) | ((uvec)~special & (uvec)finite));
+}
+INLINE void narrow_half_v(uint16_t *p, vec x) {
+  const uvec sign = (uvec)x >> 16 & 0x8000, rest = (uvec)x & 0x7fffffff;
+  const uvec normal = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+  const uvec subnormal = (uvec)((vec)rest + 0.5f) - 0x3f000000;
+  const uvec is_nan = (uvec)((ivec)rest > 0x7f800000), special = (is_nan & 0x7e00) | (~is_nan & 0x7c00);
+  const uvec is_special = (uvec)((ivec)rest >= 0x477ff000), is_small = (uvec)((ivec)rest < 0x38800000);
+  const uvec finite = (is_small & subnormal) | (~is_small & normal);
+  const hvec h = __builtin_convertvector(sign | (is_special & special) | (~is_special & finite), hvec);
+  memcpy(p, &h, sizeof h);
+}
+
 INLINE int64_t size_of(int64_t type) { return type == FLOAT32 ? 4 : 2; }
 
 /* The address of element `index` of a tensor of this type. */
@@ -143,48 +163,78 @@ INLINE void *element(const void *base, int64_t type, int64_t index) {
   return (char *)base + index * size_of(type);
 }
 
-INLINE void widen_side_by_side(float *restrict to, const uint16_t *restrict from, int64_t n) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(to + i, widen_v(from + i));
-  for (; i < n; i++) to[i] = widen(from[i]);
-}
-
-INLINE void narrow_side_by_side(uint16_t *restrict to, const float *restrict from, int64_t n) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) narrow_v(to + i, load(from + i));
-  for (; i < n; i++) to[i] = narrow(from[i]);
-}
+/* A loop over what is less than a vector: compilers would take long to make vectors of it. */
+#define ONE_BY_ONE(i) __asm__("" : "+r"(i))
 
 /* to[i] = from[i * stride] for i < n */
-static void widen_row(float *restrict to, const void *restrict from, int64_t type, int64_t n, int64_t stride) {
+static NOINLINE UNUSED void widen_row(float *restrict to, const void *restrict from, int64_t type, int64_t n,
+                                      int64_t stride) {
   const float *const full = from;
   const uint16_t *const half = from;
-  if (type == FLOAT32 && stride == 1)
+  int64_t i = 0;
+  if (type == FLOAT32 && stride == 1) {
     memcpy(to, from, (size_t)n * 4);
-  else if (type == FLOAT32)
-    for (int64_t i = 0; i < n; i++) to[i] = full[i * stride];
-  else if (type == BFLOAT16 && stride == 1)
-    widen_side_by_side(to, half, n);
-  else if (type == BFLOAT16)
-    for (int64_t i = 0; i < n; i++) to[i] = widen(half[i * stride]);
-  else
-    for (int64_t i = 0; i < n; i++) to[i] = widen_half(half[i * stride]);
+    return;
+  }
+  if (type == FLOAT32) {
+#pragma GCC unroll 8
+    for (; i < n; i++) {
+      ONE_BY_ONE(i);
+      to[i] = full[i * stride];
+    }
+    return;
+  }
+  if (type == BFLOAT16 && stride == 1)
+    for (; i + LANES <= n; i += LANES) store(to + i, widen_v(half + i));
+  else if (stride == 1)
+    for (; i + LANES <= n; i += LANES) store(to + i, widen_half_v(half + i));
+  for (; i + LANES <= n; i += LANES) {
+    uint16_t some[LANES];
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) some[l] = half[(i + l) * stride];
+    store(to + i, type == BFLOAT16 ? widen_v(some) : widen_half_v(some));
+  }
+  for (; i < n; i++) {
+    ONE_BY_ONE(i);
+    to[i] = type == BFLOAT16 ? widen(half[i * stride]) : widen_half(half[i * stride]);
+  }
 }
 
 /* to[i * stride] = from[i] for i < n, rounded to the type */
-static void narrow_row(void *restrict to, const float *restrict from, int64_t type, int64_t n, int64_t stride) {
+static NOINLINE UNUSED void narrow_row(void *restrict to, const float *restrict from, int64_t type, int64_t n,
+                                       int64_t stride) {
   float *const full = to;
   uint16_t *const half = to;
-  if (type == FLOAT32 && stride == 1)
+  int64_t i = 0;
+  if (type == FLOAT32 && stride == 1) {
     memcpy(to, from, (size_t)n * 4);
-  else if (type == FLOAT32)
-    for (int64_t i = 0; i < n; i++) full[i * stride] = from[i];
-  else if (type == BFLOAT16 && stride == 1)
-    narrow_side_by_side(half, from, n);
-  else if (type == BFLOAT16)
-    for (int64_t i = 0; i < n; i++) half[i * stride] = narrow(from[i]);
-  else
-    for (int64_t i = 0; i < n; i++) half[i * stride] = narrow_half(from[i]);
+    return;
+  }
+  if (type == FLOAT32) {
+#pragma GCC unroll 8
+    for (; i < n; i++) {
+      ONE_BY_ONE(i);
+      full[i * stride] = from[i];
+    }
+    return;
+  }
+  if (type == BFLOAT16 && stride == 1)
+    for (; i + LANES <= n; i += LANES) narrow_v(half + i, load(from + i));
+  else if (stride == 1)
+    for (; i + LANES <= n; i += LANES) narrow_half_v(half + i, load(from + i));
+  for (; i + LANES <= n; i += LANES) {
+    uint16_t some[LANES];
+    if (type == BFLOAT16)
+      narrow_v(some, load(from + i));
+    else
+      narrow_half_v(some, load(from + i));
+#pragma GCC unroll 16
+    for (int l = 0; l < LANES; l++) half[(i + l) * stride] = some[l];
+  }
+  for (; i < n; i++) {
+    ONE_BY_ONE(i);
+    half[i * stride] = type == BFLOAT16 ? narrow(from[i]) : narrow_half(from[i]);
+  }
 }
 
 #endif

@@ -69,6 +69,23 @@ static int64_t end_of_pieces(const Attention *a, Rows t) {
   return ceil_div(position_of(a, t) + t.num_queries, PIECE);
 }
 
+#define ATTEND(num, vecs)                                                                                             \
+  static NOINLINE void attend_##num(const Attention *a, const Block *block, const float *query, float *out,           \
+                                    int64_t padded, const int64_t *positions, float *maximum, float *total) {        \
+    attend_block(num, vecs, a, block, query, out, padded, positions, maximum, total);                                \
+  }
+ATTEND(1, 4)
+ATTEND(2, 4)
+ATTEND(3, 4)
+ATTEND(4, 2)
+ATTEND(5, 2)
+ATTEND(6, 2)
+#undef ATTEND
+
+/* attends[n] is for n + 1 rows. */
+static void (*const attends[ROWS])(const Attention *, const Block *, const float *, float *, int64_t, const int64_t *,
+                                   float *, float *) = {attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+
 /* Keys piece * PIECE and on of what a task sees. */
 static void attend_piece(const Attention *a, Rows t, int64_t piece, Part part) {
   const int64_t dim = a->head_dim, padded = round_up(dim, LANES), rows = t.num_queries * a->group;
@@ -94,18 +111,8 @@ static void attend_piece(const Attention *a, Rows t, int64_t piece, Part part) {
     read_block(a, &block, a->block_table + t.sequence * a->table_step, t.head, at, padded, row);
     for (int64_t r = 0; r < rows; r++) positions[r] = position + r / a->group - at;
     for (int64_t r = 0; r < rows; r += ROWS) {
-#define ATTEND(num, vecs)                                                                                  \
-  attend_block(num, vecs, a, &block, query[r], part.out + r * padded, padded, positions + r, part.maximum + r, \
-               part.total + r)
-      switch (min_i(ROWS, rows - r)) {
-        case 1: ATTEND(1, 4); break;
-        case 2: ATTEND(2, 4); break;
-        case 3: ATTEND(3, 4); break;
-        case 4: ATTEND(4, 2); break;
-        case 5: ATTEND(5, 2); break;
-        default: ATTEND(6, 2);
-      }
-#undef ATTEND
+      attends[min_i(ROWS, rows - r) - 1](a, &block, query[r], part.out + r * padded, padded, positions + r,
+                                         part.maximum + r, part.total + r);
     }
   }
 }
