@@ -30,6 +30,8 @@ typedef float quad __attribute__((vector_size(16)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline)) /* compilers need longer for one large function than for its parts */
+#define UNUSED __attribute__((unused))
 #define EXPORT __attribute__((visibility("default")))
 
 /* Numbers of the kinds of element, as `native.py` of a kernel passes them. */

@@ -64,33 +64,24 @@ def load(source: Path, functions: Mapping[str, Sequence[type[Any]]]) -> ctypes.C
 
     A call releases the interpreter's lock. RuntimeError with the reason if there can't be a library.
     """
-    library = _library_or_reason(source)
+    prepare([source])
+    library = _known()[source]
     if isinstance(library, str):
         raise RuntimeError(f"{source}: {library}")
     return declare(library, functions)
 
 
-def obstacle(source: Path) -> str | None:
-    """Why the library of a C source can't be had here, or None; builds it if need be."""
-    library = _library_or_reason(source)
-    return library if isinstance(library, str) else None
+def obstacle(*wanted: Path) -> str | None:
+    """Why one of the libraries of these C sources can't be had here, or None; builds them if need be."""
+    prepare(wanted)
+    libraries = [_known()[source] for source in wanted]
+    return next((library for library in libraries if isinstance(library, str)), None)
 
 
 def prepare(wanted: Iterable[Path]) -> None:
     """Find or build several libraries at once, sooner than one after another; those that can't be had too."""
     known = _known()
     known.update(open_libraries(source for source in wanted if source not in known))
-
-
-def sources(operators: Iterable[str]) -> list[Path]:
-    """The C source of every operator that has one."""
-    paths = [_HEADERS / operator / "native.c" for operator in operators]
-    return [path for path in paths if path.is_file()]
-
-
-def _library_or_reason(source: Path) -> ctypes.CDLL | str:
-    prepare([source])
-    return _known()[source]
 
 
 @functools.cache
@@ -220,8 +211,14 @@ class _Recipe:
         return cls(source, compiler, compile_flags, link_flags, runtime is not None, key)
 
     @property
+    def kernels(self) -> str:
+        """What is in it, for people: an operator, and a kind of element where it has a library for each."""
+        operator, part = self.source.parent.name, self.source.stem
+        return operator if part == "native" else f"{operator} {part}"
+
+    @property
     def name(self) -> str:
-        return f"{self.source.parent.name}-{self.key[:32]}.so"
+        return f"{self.kernels.replace(' ', '-')}-{self.key[:32]}.so"
 
 
 def _cache_folder() -> Path:
@@ -298,7 +295,7 @@ def _compile(recipes: Sequence[_Recipe], folder: Path, where: str) -> dict[Path,
     Threads do the work, which no interrupt reaches: it ends the calling thread's wait, and that ends the
     compilers, before anything else is cleaned up.
     """
-    names = ", ".join(sorted(recipe.source.parent.name for recipe in recipes))
+    names = ", ".join(sorted(recipe.kernels for recipe in recipes))
     threads = "" if recipes[0].threaded else ", for one thread (no OpenMP runtime of torch to link with)"
     # A warning, so that it is seen where no logging is set up: this start takes longer than the next.
     logger.warning("building C kernels, %s (%s)%s", where, names, threads)

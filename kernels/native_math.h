@@ -156,7 +156,7 @@ INLINE void narrow_side_by_side(uint16_t *restrict to, const float *restrict fro
 }
 
 /* to[i] = from[i * stride] for i < n */
-static void widen_row(float *restrict to, const void *restrict from, int64_t type, int64_t n, int64_t stride) {
+static NOINLINE UNUSED void widen_row(float *restrict to, const void *restrict from, int64_t type, int64_t n, int64_t stride) {
   const float *const full = from;
   const uint16_t *const half = from;
   if (type == FLOAT32 && stride == 1)
@@ -172,7 +172,7 @@ static void widen_row(float *restrict to, const void *restrict from, int64_t typ
 }
 
 /* to[i * stride] = from[i] for i < n, rounded to the type */
-static void narrow_row(void *restrict to, const float *restrict from, int64_t type, int64_t n, int64_t stride) {
+static NOINLINE UNUSED void narrow_row(void *restrict to, const float *restrict from, int64_t type, int64_t n, int64_t stride) {
   float *const full = to;
   uint16_t *const half = to;
   if (type == FLOAT32 && stride == 1)

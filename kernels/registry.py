@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 AUTO = "auto"
 
@@ -49,6 +50,11 @@ class Backend(ABC):
         """Why this backend can't run here, or None if it can."""
         return None
 
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        """The C sources whose libraries it would run here, which `native.prepare` can build ahead."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -73,6 +79,11 @@ def candidates(op: str) -> tuple[type[Backend], ...]:
             raise
         raise ValueError(f"there is no operator {op!r}") from None
     return cast("tuple[type[Backend], ...]", table)
+
+
+def sources(ops: Iterable[str], capabilities: Capabilities) -> set[Path]:
+    """The C sources of all backends of some operators."""
+    return {source for op in ops for backend in candidates(op) for source in backend.sources(capabilities)}
 
 
 def select(

@@ -136,12 +136,13 @@ def _backends() -> Iterator[tuple[str, str]]:
     from hybridserve.engine.gpus import find_gpu
     from hybridserve.engine.planner import OPERATORS
     from hybridserve.kernels import native
-    from hybridserve.kernels.registry import Capabilities, select
+    from hybridserve.kernels.registry import Capabilities, select, sources
 
     device = "cpu" if find_gpu() is None else "cuda"
+    capabilities = Capabilities(device=device, dtype="float32")
     if device == "cpu":
-        native.prepare(native.sources(OPERATORS))
+        native.prepare(sources(OPERATORS, capabilities))
     for operator in OPERATORS:
-        choice = select(operator, "auto", Capabilities(device=device, dtype="float32"))
+        choice = select(operator, "auto", capabilities)
         reasons = "; ".join(f"not {name}: {reason}" for name, reason in choice.rejected)
         yield operator, f"{choice.name} ({reasons})" if reasons else choice.name

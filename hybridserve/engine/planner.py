@@ -32,7 +32,7 @@ from hybridserve.engine.roofline import StageCost
 from hybridserve.engine.units import size_text
 from hybridserve.engine.workspace import Workspace, plan_workspace
 from hybridserve.kernels import native
-from hybridserve.kernels.registry import AUTO, EXACT, Backend, Capabilities, candidates, select
+from hybridserve.kernels.registry import AUTO, EXACT, Backend, Capabilities, candidates, select, sources
 from hybridserve.layers.context import EXPERTS, BuildContext, IndivisibleError
 from hybridserve.layers.lora import LoraRegistry
 from hybridserve.models.config import checkpoint_dtype, load_hf_config
@@ -410,7 +410,7 @@ def _choose_backends(
 ) -> dict[str, BackendChoice]:
     chosen = {}
     if capabilities.device == "cpu":
-        native.prepare(native.sources(used))
+        native.prepare(sources(used, capabilities))
     for op in used:
         wanted = getattr(config.kernels, op)
         if op == "moe" and wanted == AUTO and config.kernels.gemm == EXACT:

@@ -248,6 +248,23 @@ INLINE void attend_block(int num, int vecs, const Attention *a, const Block *blo
   if (first < last) mix(num, vecs, out, padded, decay, scores, block, first, last);
 }
 
+#define ATTEND(num, vecs)                                                                                             \
+  static NOINLINE void attend_##num(const Attention *a, const Block *block, const float *query, float *out,           \
+                                    int64_t padded, const int64_t *positions, float *maximum, float *total) {        \
+    attend_block(num, vecs, a, block, query, out, padded, positions, maximum, total);                                \
+  }
+ATTEND(1, 4)
+ATTEND(2, 4)
+ATTEND(3, 4)
+ATTEND(4, 2)
+ATTEND(5, 2)
+ATTEND(6, 2)
+#undef ATTEND
+
+/* attends[n] is for n + 1 rows. */
+static void (*const attends[ROWS])(const Attention *, const Block *, const float *, float *, int64_t, const int64_t *,
+                                   float *, float *) = {attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+
 static void attend(const Attention *a, int64_t sequence, int64_t head, int64_t first_query, int64_t num_queries) {
   const int64_t dim = a->head_dim, padded = round_up(dim, LANES), rows = num_queries * a->group;
   const int64_t start = a->query_start[sequence], length = a->query_start[sequence + 1] - start;
@@ -273,17 +290,7 @@ static void attend(const Attention *a, int64_t sequence, int64_t head, int64_t f
     read_block(a, &block, a->block_table + sequence * a->table_step, head, at, padded, row);
     for (int64_t r = 0; r < rows; r++) positions[r] = position + r / a->group - at;
     for (int64_t r = 0; r < rows; r += ROWS) {
-#define ATTEND(num, vecs) \
-  attend_block(num, vecs, a, &block, query[r], out[r], padded, positions + r, maximum + r, total + r)
-      switch (min_i(ROWS, rows - r)) {
-        case 1: ATTEND(1, 4); break;
-        case 2: ATTEND(2, 4); break;
-        case 3: ATTEND(3, 4); break;
-        case 4: ATTEND(4, 2); break;
-        case 5: ATTEND(5, 2); break;
-        default: ATTEND(6, 2);
-      }
-#undef ATTEND
+      attends[min_i(ROWS, rows - r) - 1](a, &block, query[r], out[r], padded, positions + r, maximum + r, total + r);
     }
   }
   for (int64_t r = 0; r < rows; r++) {

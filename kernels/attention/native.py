@@ -45,7 +45,11 @@ class Native(AttentionBackend):
     def why_not(cls, capabilities: Capabilities) -> str | None:
         if capabilities.device != "cpu":
             return "runs on CPUs only"
-        return native.obstacle(SOURCE)
+        return native.obstacle(*cls.sources(capabilities))
+
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        return (SOURCE,)
 
     def __init__(self) -> None:
         self._attend = native.load(SOURCE, FUNCTIONS).paged_attention

@@ -1,22 +1,21 @@
 /* Dot products in whole numbers: rows of x, rounded, with rows of int8 codes.
 
-   A row of x becomes whole numbers of at most 16 bits and a scale (`round_row`). Products of the two are added up in
+   A row of x is whole numbers of at most 16 bits and a scale (rows.h's `round_row`). Products of the two are added up in
    32 bits, which hold the sum of PIECE of them whatever they are, so a sum is exact and depends on no order; sums of
    pieces, if there are several, are added up as floats, one after the other. */
 
 #ifndef HYBRIDSERVE_INTEGERS_H
 #define HYBRIDSERVE_INTEGERS_H
 
+#include "gemm/rows.h"
 #include "gemm/sums.h"
 
 #define PIECE 1024
 #define LARGEST ((1 << 14) - 1) /* of a row: 1024 * 128 * LARGEST < 2^31; -128 is a code that other quantizers use */
-#define WHOLE_BLOCK 64          /* inputs; rows of x are padded with anything to whole blocks, codes with zeros */
-#define STEP (2 * LANES)        /* inputs that are multiplied by one instruction */
+#define STEP (2 * LANES) /* inputs that are multiplied by one instruction */
 
 typedef int16_t svec __attribute__((vector_size(2 * STEP)));
 typedef int8_t bvec __attribute__((vector_size(STEP)));
-typedef int16_t half_svec __attribute__((vector_size(STEP)));
 typedef int32_t iquad __attribute__((vector_size(16)));
 
 /* acc + a * b, the products of neighbours added to one lane or, on Arm, to lanes as they come. */
@@ -52,52 +51,6 @@ INLINE svec widen_codes(bvec codes) {
 #else
   return __builtin_convertvector(codes, svec);
 #endif
-}
-
-/* n <= LANES elements of a row, zeros behind them. */
-INLINE vec elements(const void *x, int kind, int64_t i, int64_t n) {
-  if (kind == FLOAT32) return n == LANES ? load((const float *)x + i) : load_part((const float *)x + i, n);
-  uint16_t part[LANES] = {0};
-  if (n == LANES) return widen_v((const uint16_t *)x + i);
-  memcpy(part, (const uint16_t *)x + i, n * sizeof *part);
-  return widen_v(part);
-}
-
-/* The larger, lane by lane. */
-INLINE ivec max_v(ivec a, ivec b) {
-  const ivec more = a > b;
-  return (more & a) | (~more & b);
-}
-
-INLINE half_svec round_v(vec v, vec scale) {
-  const vec magic = splat(12582912.0f); /* 1.5 * 2^23: what is added to it is rounded, and in the lowest bits */
-  return __builtin_convertvector((ivec)(v / scale + magic), half_svec);
-}
-
-/* A row of x in whole numbers up to `limit`, and behind its last block what they are to be multiplied with, a float: the
-   largest magnitude / limit, at least the smallest normal number (or a whole number could be larger than `limit`). It is
-   NaN or infinite where an element is, and so is every product of the row. */
-static void round_row(void *rounded, const void *x, int kind, int64_t num_inputs, int64_t limit) {
-  const int64_t whole = num_inputs / LANES * LANES, rest = num_inputs - whole;
-  ivec most = {0}; /* the bits of magnitudes are ordered as they are, NaN last */
-  for (int64_t i = 0; i < whole; i += LANES) most = max_v((ivec)elements(x, kind, i, LANES) & 0x7fffffff, most);
-  if (rest) most = max_v((ivec)elements(x, kind, whole, rest) & 0x7fffffff, most);
-  int32_t top = 0;
-  for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
-  float scale;
-  memcpy(&scale, &top, sizeof scale);
-  scale /= (float)limit;
-  if (scale < __FLT_MIN__) scale = __FLT_MIN__;
-  int16_t *out = (int16_t *)rounded;
-  memcpy(out + round_up(num_inputs, WHOLE_BLOCK), &scale, sizeof scale);
-  for (int64_t i = 0; i < whole; i += LANES) {
-    const half_svec numbers = round_v(elements(x, kind, i, LANES), splat(scale));
-    memcpy(out + i, &numbers, sizeof numbers);
-  }
-  if (rest) {
-    const half_svec numbers = round_v(elements(x, kind, whole, rest), splat(scale));
-    memcpy(out + whole, &numbers, rest * sizeof *out);
-  }
 }
 
 INLINE float row_scale(const void *rounded, int64_t num_inputs) {

@@ -1,6 +1,6 @@
-/* y = x @ weight.T + bias. Knows pointers and strides; dot.h knows how a product is summed. */
+/* y = x @ weight.T + bias. Knows pointers and strides; the product that it is given knows how to sum. */
 
-#include "gemm/dot.h"
+#include "gemm/rows.h"
 
 #include <omp.h>
 
@@ -9,14 +9,14 @@
 
 /* x [num_rows, num_inputs] with rows x_stride apart and y with rows num_outputs apart, both and bias of x_kind; weight
    [num_outputs, num_inputs] with rows w_stride apart, of x_kind or of codes with `scales`, for which rows are rounded to
-   whole numbers up to `limit` unless that is 0; or in panels, which num_outputs fills. `packed` has room for rows
+   whole numbers up to `limit` unless that is 0; or in panels, which num_outputs fills. `products` are of that kind. `packed` has room for rows
    packed_stride apart: rows_at_once for every thread or, if that is 0, num_rows for all of them; it is NULL where x needs
    no packing: float32, and in whole blocks or for panels. */
 EXPORT void gemm(const void *x, int64_t x_stride, const void *w, int64_t w_stride, const float *scales,
                  const void *bias, void *y, int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t x_kind,
-                 int64_t w_kind, int64_t limit, int64_t is_packed, float *packed, int64_t packed_stride,
+                 int64_t w_kind, int64_t limit, int64_t is_packed, product *products, float *packed, int64_t packed_stride,
                  int64_t rows_at_once, int64_t num_threads) {
-  const weight matrix = {w, w_stride, num_inputs, (int)w_kind, scales, limit, (int)is_packed};
+  const weight matrix = {w, w_stride, num_inputs, (int)w_kind, scales, limit, (int)is_packed, products};
   const int kind = (int)x_kind;
   const int64_t size = size_of(kind);
   if (num_rows * num_outputs * num_inputs < SMALL_WORK) num_threads = 1;
@@ -31,7 +31,7 @@ EXPORT void gemm(const void *x, int64_t x_stride, const void *w, int64_t w_strid
         const target out = {(char *)y + first * num_outputs * size, num_outputs, kind, bias};
         for (int64_t row = 0; row < rows; row++)
           pack(own + row * packed_stride, (const char *)x + (first + row) * x_stride * size, kind, matrix);
-        any_panel(own, packed_stride, rows, matrix, 0, num_outputs, out);
+        multiply(own, packed_stride, rows, matrix, 0, num_outputs, out);
       }
     }
     return;
@@ -51,6 +51,6 @@ EXPORT void gemm(const void *x, int64_t x_stride, const void *w, int64_t w_strid
   {
     int64_t of = omp_get_thread_num();
     for (int64_t c; (c = next_chunk(taken, num_chunks, num_threads, &of)) < num_chunks;)
-      any_panel(rows, stride, num_rows, matrix, c * step, min_i((c + 1) * step, num_outputs), out);
+      multiply(rows, stride, num_rows, matrix, c * step, min_i((c + 1) * step, num_outputs), out);
   }
 }

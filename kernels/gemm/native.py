@@ -13,6 +13,8 @@ import torch
 from hybridserve.kernels import native
 from hybridserve.kernels.gemm.interface import INT8_MAX, GemmBackend, ScaledWeight, Weight
 from hybridserve.kernels.gemm.panels import DTYPES, Panels
+from hybridserve.kernels.gemm.products import Products
+from hybridserve.kernels.gemm.products import sources as product_sources
 
 if TYPE_CHECKING:
     from hybridserve.kernels.registry import Capabilities
@@ -26,6 +28,7 @@ FUNCTIONS = {
         *(native.INT, native.INT, native.INT),  # rows, outputs, inputs
         *(native.INT, native.INT),  # kinds of x and weight
         *(native.INT, native.INT),  # limit of rounded rows, whether the weight is in panels
+        native.POINTER,  # the product with such weights
         *(native.POINTER, native.INT, native.INT, native.INT),  # packed, its stride, rows at once, threads
     ),
     "panel_outputs": (native.POINTER,),
@@ -67,11 +70,16 @@ class Native(GemmBackend):
             return "runs on CPUs only"
         if capabilities.dtype not in ("float32", "bfloat16"):
             return f"has no arithmetic for {capabilities.dtype}"
-        return native.obstacle(SOURCE)
+        return native.obstacle(*cls.sources(capabilities))
+
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        return SOURCE, *product_sources(capabilities, rounds=bool(cls.rounding))
 
     def __init__(self) -> None:
         library = native.load(SOURCE, FUNCTIONS)
         self._gemm = library.gemm
+        self._products = Products()
         self._panels = Panels.of(library)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -139,7 +147,7 @@ class Native(GemmBackend):
             *(x.data_ptr(), row_stride, codes.data_ptr(), weight_stride),
             *(None if scales is None else scales.data_ptr(), None if bias is None else bias.data_ptr()),
             *(y.data_ptr(), num_rows, num_outputs, num_inputs, KINDS[dtype], KINDS[codes.dtype]),
-            *(limit, is_packed),
+            *(limit, is_packed, self._products.of(codes.dtype, limited=limit > 0)),
             *(None if packed is None else packed.data_ptr(), packed_stride, rows_at_once, num_threads),
         )
         return y

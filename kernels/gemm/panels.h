@@ -17,20 +17,11 @@
 #include "gemm/integers.h"
 #include "gemm/sums.h"
 
-#define PANEL (2 * LANES)
 #define PANEL_ROWS 6         /* 6 rows x 2 vectors of outputs leave 4 of 16 registers for what they are made of */
 #define MOST_SUMS 12         /* of vectors at once */
-#define OUTPUTS_AT_ONCE (4 * PANEL) /* that one row is multiplied with */
 #define FLOATS_PIECE 512     /* inputs; it keeps sums of many as accurate as those that begin in several lanes */
 #define PANEL_AHEAD 3072     /* bytes; no multiple of the distance of rows, which would be in the same lines of a cache */
 #define L2_BYTES (256 << 10) /* of panels that stay in the second cache while rows pass */
-
-/* Instead of a kind: int8 codes and rows in whole numbers. */
-#define WHOLE (-1)
-
-EXPORT void panel_outputs(int64_t *num) { *num = PANEL; }
-
-INLINE int64_t panel_bytes(weight w) { return w.num_inputs * PANEL * size_of(w.kind); }
 
 /* Like add_products, but the products of neighbours are always added to one lane. */
 INLINE ivec add_pairs(ivec acc, svec a, svec b) {
@@ -207,32 +198,6 @@ INLINE void panels_of(int kind, const float *rows, int64_t x_stride, int64_t num
     else if (num_rows - row == 1)
       panel_tiles(1, 4, kind, x, x_stride, num_rows, w, from, to, out, row, all);
   }
-}
-
-/* Outputs first to end, whole panels of them, of every row of x. A function a kind: small ones are compiled better. */
-#define PANELS_OF(name, kind)                                                                                        \
-  static __attribute__((noinline)) void name(const float *x, int64_t x_stride, int64_t num_rows, weight w,           \
-                                             int64_t first, int64_t end, const target *out) {                        \
-    panels_of(kind, x, x_stride, num_rows, w, first, end, out);                                                      \
-  }
-PANELS_OF(whole_panels, WHOLE)
-PANELS_OF(float_panels, FLOAT32)
-PANELS_OF(half_panels, BFLOAT16)
-PANELS_OF(int8_panels, INT8)
-PANELS_OF(float8_panels, FLOAT8)
-
-static __attribute__((unused)) void packed_panel(const float *x, int64_t x_stride, int64_t num_rows, weight w,
-                                                 int64_t first, int64_t end, target out) {
-  if (w.limit)
-    whole_panels(x, x_stride, num_rows, w, first, end, &out);
-  else if (w.kind == FLOAT32)
-    float_panels(x, x_stride, num_rows, w, first, end, &out);
-  else if (w.kind == BFLOAT16)
-    half_panels(x, x_stride, num_rows, w, first, end, &out);
-  else if (w.kind == INT8)
-    int8_panels(x, x_stride, num_rows, w, first, end, &out);
-  else
-    float8_panels(x, x_stride, num_rows, w, first, end, &out);
 }
 
 #endif

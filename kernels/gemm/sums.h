@@ -5,38 +5,15 @@
 #ifndef HYBRIDSERVE_SUMS_H
 #define HYBRIDSERVE_SUMS_H
 
-#include "native.h"
+#include "gemm/weights.h"
 
-/* Of a tile, at most. Measured on AVX2: 3 x 4 needs all 16 registers and compilers spill one, which costs 20 %; with
+/* Of a tile with OUTPUTS, at most. Measured on AVX2: 3 x 4 needs all 16 registers and compilers spill one, which costs 20 %; with
    3 x 3, nine sums hide the latency of adding. */
 #define ROWS 3
-#define OUTPUTS 3
 #define ROW_OF_SUMS 4 /* OUTPUTS and one that is not used, because lanes of four are summed at once */
-
-/* Kinds of element of a weight only, beside native.h's; 2 is native_math.h's. */
-enum { INT8 = 3, FLOAT8 = 4 /* e4m3fn */ };
 
 typedef uint32_t uquad __attribute__((vector_size(16)));
 typedef uint16_t hquad __attribute__((vector_size(8)));
-
-/* Where results go: y[row * stride + output], plus bias[output] if there is one. */
-typedef struct {
-  void *y;
-  int64_t stride;
-  int kind; /* of y and bias */
-  const void *bias;
-} target;
-
-typedef struct {
-  const void *start;
-  int64_t stride, num_inputs;
-  int kind;
-  const float *scales; /* of outputs, where elements are codes of one byte */
-  int64_t limit;       /* of the whole numbers that rows of x are rounded to; 0: they are not */
-  int is_packed;       /* in panels (panels.h), and stride means nothing */
-} weight;
-
-INLINE int64_t size_of(int kind) { return kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2; }
 
 #if defined(__clang__)
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

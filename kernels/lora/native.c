@@ -1,16 +1,17 @@
 /* What adapters add to some rows: y += scale * B (A x) + bias + gain * (y - base bias), one call a projection.
 
-   Knows pointers and strides; dot.h knows how A x is summed. An item is rows of one adapter, at most CHUNK_ROWS of them;
+   Knows pointers and strides; the product that it is given knows how A x is summed. An item is rows of one adapter, at most CHUNK_ROWS of them;
    items are divided among threads. A result is the same bits whatever other rows there are and whoever computes it: the
    products of an output are added up one after the other, in the order of ranks. */
 
-#include "gemm/dot.h"
+#include "gemm/rows.h"
 
 #include <omp.h>
 
 #define CHUNK_ROWS 32 /* as in interface.py */
 #define VECTORS 4     /* of sums of a row that are in registers together */
 #define STRIP (VECTORS * LANES)
+#define L1_BYTES (20 << 10) /* of A, that the first cache can take at once */
 #define AHEAD 2       /* strips of B that are on their way from memory */
 #define SMALL_WORK (96 << 10) /* products below which waking the other threads costs more than they do */
 
@@ -32,6 +33,7 @@ typedef struct {
   const slot *slots;
   int64_t num_inputs, max_rank; /* num_inputs 0: of an embedding, x are token ids */
   int kind;                     /* of A and B */
+  product *products;            /* with weights of this kind */
 } table;
 
 typedef struct {
@@ -51,21 +53,8 @@ typedef struct {
 
 /* --- A x --- */
 
-/* A float32 row in the order that dot.h wants for a weight of this kind. */
-static void pack_float_row(float *packed, const float *x, int kind, int64_t num_inputs) {
-  if (kind == FLOAT32) {
-    pack_row(packed, x, FLOAT32, num_inputs);
-    return;
-  }
-  const int64_t whole = num_inputs / BLOCK * BLOCK;
-  for (int64_t i = 0; i < whole; i += BLOCK)
-    for (int l = 0; l < LANES; l++) {
-      packed[i + l] = x[i + 2 * l];
-      packed[i + LANES + l] = x[i + 2 * l + 1];
-    }
-  if (whole == num_inputs) return;
-  memset(packed + whole, 0, BLOCK * sizeof *packed);
-  for (int64_t i = whole; i < num_inputs; i++) packed[whole + i % 2 * LANES + i % BLOCK / 2] = x[i];
+static weight a_of(const table *t, const pair *p) {
+  return (weight){p->A, t->num_inputs, t->num_inputs, t->kind, .multiply = t->products};
 }
 
 static void embed(float *u, const void *A, int kind, int64_t token, int64_t rank) {
@@ -121,9 +110,17 @@ INLINE void fetch_strip(int kind, const pair *p, int64_t first) {
     fetch((const char *)p->B + (k * p->num_outputs + first) * size_of(kind), STRIP * size_of(kind));
 }
 
-/* Outputs first to first + num, at most STRIP, of 1 or 2 rows; strip is that part of B, rows w_stride apart. */
-INLINE void expand_tile(int num_rows, int y_kind, const pair *p, const float *strip, int64_t w_stride, int64_t first,
-                        int64_t num, const float *u, char *const rows[2], const float *base_bias) {
+/* Outputs first to first + num, at most STRIP, of 1 or 2 rows: what becomes of their sums. */
+static void finish_tile(int num_rows, int y_kind, const pair *p, int64_t first, int64_t num,
+                        const vec sums[2][VECTORS], char *const rows[2], const float *base_bias) {
+  for (int v = 0; v * LANES < num; v++)
+    for (int m = 0; m < num_rows; m++)
+      finish(y_kind, rows[m], p, first + v * LANES, num - v * LANES, sums[m][v], base_bias);
+}
+
+/* strip is the part of B for these outputs, rows w_stride apart. */
+INLINE void sum_tile(int num_rows, const pair *p, const float *strip, int64_t w_stride, const float *u,
+                     vec out[2][VECTORS]) {
   vec sums[2][VECTORS] = {{{0}}};
   for (int64_t k = 0; k < p->rank; k++) {
 #pragma GCC unroll 4
@@ -133,22 +130,17 @@ INLINE void expand_tile(int num_rows, int y_kind, const pair *p, const float *st
       for (int m = 0; m < num_rows; m++) sums[m][v] = fma_v(splat(u[m * p->rank + k]), w, sums[m][v]);
     }
   }
-#pragma GCC unroll 2
-  for (int m = 0; m < num_rows; m++)
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++)
-      if (v * LANES < num) finish(y_kind, rows[m], p, first + v * LANES, num - v * LANES, sums[m][v], base_bias);
+  memcpy(out, sums, num_rows * sizeof *sums);
 }
 
-/* The same of all rows of an item. `wide` has room for a strip of B in float32; num is often the constant STRIP. */
-INLINE void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int64_t num, const operands *o,
+/* The same of all rows of an item. `wide` has room for a strip of B in float32. */
+static void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int64_t num, const operands *o,
                          const int64_t *rows, int64_t num_rows, const float *u, float *wide) {
   fetch_strip(kind, p, first + AHEAD * STRIP);
   const float *strip = (const float *)p->B + first;
   int64_t w_stride = p->num_outputs;
   if (kind != FLOAT32 || num < STRIP) {
     for (int64_t k = 0; k < p->rank; k++)
-#pragma GCC unroll 4
       for (int64_t n = 0; n < STRIP; n += LANES)
         store(wide + k * STRIP + n,
               n < num ? load_kind(p->B, k * p->num_outputs + first + n, kind, num - n) : splat(0));
@@ -156,23 +148,23 @@ INLINE void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int
     w_stride = STRIP;
   }
   for (int64_t m = 0; m < num_rows; m += 2) {
+    const int both = m + 1 < num_rows;
     char *some[2];
+    vec sums[2][VECTORS];
     for (int i = 0; i < 2; i++)
       some[i] = o->y + rows[min_i(m + i, num_rows - 1)] * o->y_stride * size_of(y_kind);
-    if (m + 1 < num_rows)
-      expand_tile(2, y_kind, p, strip, w_stride, first, num, u + m * p->rank, some, o->base_bias);
+    if (both)
+      sum_tile(2, p, strip, w_stride, u + m * p->rank, sums);
     else
-      expand_tile(1, y_kind, p, strip, w_stride, first, num, u + m * p->rank, some, o->base_bias);
+      sum_tile(1, p, strip, w_stride, u + m * p->rank, sums);
+    finish_tile(1 + both, y_kind, p, first, num, sums, some, o->base_bias);
   }
 }
 
-INLINE void expand(int kind, int y_kind, const pair *p, const operands *o, const int64_t *rows, int64_t num_rows,
+static void expand(int kind, int y_kind, const pair *p, const operands *o, const int64_t *rows, int64_t num_rows,
                    const float *u, float *wide) {
-  int64_t first = 0;
-  for (; first + STRIP <= p->num_outputs; first += STRIP)
-    expand_strip(kind, y_kind, p, first, STRIP, o, rows, num_rows, u, wide);
-  if (first < p->num_outputs)
-    expand_strip(kind, y_kind, p, first, p->num_outputs - first, o, rows, num_rows, u, wide);
+  for (int64_t first = 0; first < p->num_outputs; first += STRIP)
+    expand_strip(kind, y_kind, p, first, min_i(STRIP, p->num_outputs - first), o, rows, num_rows, u, wide);
 }
 
 /* --- rows of one adapter --- */
@@ -194,28 +186,21 @@ static void add_pair(const table *t, const operands *o, const pair *p, const int
   fetch(p->A, min_i(p->rank * t->num_inputs * size_of(t->kind), L1_BYTES));
   for (int64_t strip = 0; strip < AHEAD; strip++) fetch_strip(t->kind, p, strip * STRIP);
   if (t->num_inputs)
-    panel(s.packed, round_up(t->num_inputs, BLOCK), num_rows, (weight){p->A, t->num_inputs, t->num_inputs, t->kind}, 0,
-          p->rank, (target){s.u, p->rank, FLOAT32, NULL});
+    multiply(s.packed, round_up(t->num_inputs, BLOCK), num_rows, a_of(t, p), 0, p->rank,
+             (target){s.u, p->rank, FLOAT32, NULL});
   else
     for (int64_t m = 0; m < num_rows; m++)
       embed(s.u + m * p->rank, p->A, t->kind, ((const int64_t *)o->x)[rows[m] * o->x_stride], p->rank);
-  if (t->kind == FLOAT32 && o->y_kind == FLOAT32)
-    expand(FLOAT32, FLOAT32, p, o, rows, num_rows, s.u, s.wide);
-  else if (o->y_kind == FLOAT32)
-    expand(BFLOAT16, FLOAT32, p, o, rows, num_rows, s.u, s.wide);
-  else
-    expand(t->kind, BFLOAT16, p, o, rows, num_rows, s.u, s.wide);
+  expand(t->kind, o->y_kind, p, o, rows, num_rows, s.u, s.wide);
 }
 
 static void add_rows(const table *t, const operands *o, const pair *first, const pair *end, const int64_t *rows,
                      int64_t num_rows, scratch s) {
+  if (first == end) return;
   for (int64_t m = 0; m < num_rows && t->num_inputs; m++) {
     float *packed = s.packed + m * round_up(t->num_inputs, BLOCK);
     const char *x = o->x + (o->x_rows ? o->x_rows[rows[m]] : rows[m]) * o->x_stride * size_of(o->x_kind);
-    if (o->x_kind == t->kind)
-      pack_row(packed, x, t->kind, t->num_inputs);
-    else
-      pack_float_row(packed, (const float *)x, t->kind, t->num_inputs);
+    pack(packed, x, o->x_kind, a_of(t, first));
   }
   for (const pair *p = first; p < end; p++)
     add_pair(t, o, p, rows, num_rows, s);
@@ -249,21 +234,22 @@ static void run(const table *t, const operands *o, const int64_t *rows, const ch
 
 /* `memory`: for each thread CHUNK_ROWS * (num_inputs + max_rank) + STRIP * max_rank floats, with both sizes rounded up to
    multiples of 32. */
-EXPORT void lora_add(const slot *slots, int64_t num_inputs, int64_t max_rank, int64_t kind, char *y, int64_t y_stride,
-                     int64_t y_kind, const char *x, int64_t x_stride, int64_t x_kind, const float *base_bias,
-                     const int64_t *rows, const chunk *chunks, int64_t num_chunks, float *memory, int64_t num_threads) {
-  const table t = {slots, num_inputs, max_rank, (int)kind};
+EXPORT void lora_add(const slot *slots, int64_t num_inputs, int64_t max_rank, int64_t kind, product *products, char *y,
+                     int64_t y_stride, int64_t y_kind, const char *x, int64_t x_stride, int64_t x_kind,
+                     const float *base_bias, const int64_t *rows, const chunk *chunks, int64_t num_chunks,
+                     float *memory, int64_t num_threads) {
+  const table t = {slots, num_inputs, max_rank, (int)kind, products};
   const operands o = {y, x, y_stride, x_stride, (int)y_kind, (int)x_kind, base_bias, NULL, NULL};
   run(&t, &o, rows, chunks, num_chunks, memory, num_threads);
 }
 
 /* `experts` ascends. `rows` and `chunks` have room for all num_pairs, `counts` for all slots and slot 0. */
-EXPORT void lora_add_experts(const slot *slots, int64_t num_inputs, int64_t max_rank, int64_t kind, char *y,
-                             int64_t y_stride, int64_t y_kind, const char *x, int64_t x_stride, int64_t x_kind,
+EXPORT void lora_add_experts(const slot *slots, int64_t num_inputs, int64_t max_rank, int64_t kind,
+                             product *products, char *y, int64_t y_stride, int64_t y_kind, const char *x, int64_t x_stride, int64_t x_kind,
                              const int64_t *x_rows, const int64_t *tokens, const int64_t *experts,
                              const int64_t *row_slots, int64_t num_pairs, int64_t num_slots, int64_t *rows,
                              chunk *chunks, int64_t *counts, float *memory, int64_t num_threads) {
-  const table t = {slots, num_inputs, max_rank, (int)kind};
+  const table t = {slots, num_inputs, max_rank, (int)kind, products};
   const operands o = {y, x, y_stride, x_stride, (int)y_kind, (int)x_kind, NULL, x_rows, experts};
   int64_t num_chunks = 0, num_rows = 0;
   for (int64_t first = 0, end; first < num_pairs; first = end) {

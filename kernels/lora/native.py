@@ -6,7 +6,7 @@ company and with any number of threads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from hybridserve.kernels import native
+from hybridserve.kernels.gemm.products import Products
+from hybridserve.kernels.gemm.products import sources as product_sources
 from hybridserve.kernels.lora.interface import CHUNK_ROWS, LoraBackend
 from hybridserve.kernels.native import INT, POINTER
 
@@ -33,7 +35,7 @@ _NAME = "native"
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 """The numbers that native.h gives to kinds of element."""
 
-_TABLE = (POINTER, INT, INT, INT)
+_TABLE = (POINTER, INT, INT, INT, POINTER)
 _OPERANDS = (POINTER, INT, INT) * 2
 _FUNCTIONS = {
     "lora_add": (*_TABLE, *_OPERANDS, POINTER, POINTER, POINTER, INT, POINTER, INT),
@@ -65,10 +67,15 @@ class Native(LoraBackend):
             return "runs on CPUs only"
         if capabilities.dtype not in ("float32", "bfloat16"):
             return f"has no arithmetic for {capabilities.dtype}"
-        return native.obstacle(_SOURCE)
+        return native.obstacle(*cls.sources(capabilities))
+
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        return _SOURCE, *product_sources(replace(capabilities, weights="none"), rounds=False)
 
     def __init__(self) -> None:
         library = native.load(_SOURCE, _FUNCTIONS)
+        self._products = Products()
         self._add = library.lora_add
         self._add_experts = library.lora_add_experts
 
@@ -114,6 +121,7 @@ class Native(LoraBackend):
         scratch, num_threads = self._scratch(known, known.num_inputs)
         self._add_experts(
             *known.arguments(known.num_inputs),
+            self._products.of(known.dtype, limited=False),
             *_matrix(out),
             *_matrix(x),
             None if x_rows is None else x_rows.data_ptr(),
@@ -150,6 +158,7 @@ class Native(LoraBackend):
         scratch, num_threads = self._scratch(known, num_inputs)
         self._add(
             *known.arguments(num_inputs),
+            self._products.of(known.dtype, limited=False),
             *_matrix(out),
             *x,
             None if bias is None else bias.data_ptr(),

@@ -1,9 +1,9 @@
-/* Grouped expert projections with SwiGLU. Knows pointers and strides; dot.h knows how a product is summed.
+/* Grouped expert projections with SwiGLU. Knows pointers and strides; the product that it is given knows how to sum.
 
    A pair is a token and one of its experts. Pairs are grouped by expert, so a weight is read once for all its tokens,
    and everything about a pair is computed as if it were alone; a token sums its pairs in the router's order. */
 
-#include "gemm/dot.h"
+#include "gemm/rows.h"
 
 #include <omp.h>
 
@@ -21,6 +21,7 @@ typedef struct {
   int kind, weight_kind; /* of x and y, and of the weights: the same or codes */
   int64_t limit;         /* of the whole numbers that rows are rounded to; 0: they are not */
   int is_packed;         /* the weights, in panels, which hidden and intermediate fill */
+  product *products;     /* with weights of their kind */
   const int64_t *tokens, *experts, *places;
   float *inner;       /* [num_pairs, 2 intermediate]: products, then the activations in place of the first half */
   float *outputs;     /* [num_pairs, hidden] */
@@ -56,7 +57,7 @@ static int64_t cut(const int64_t *experts, int64_t num_pairs, int64_t rows_at_on
 INLINE weight of_expert(const layer *a, int64_t expert, const void *start, const float *scales, int64_t num_outputs,
                         int64_t num_inputs) {
   weight w = {start, num_inputs, num_inputs, a->weight_kind, scales ? scales + expert * num_outputs : NULL, a->limit,
-              a->is_packed};
+              a->is_packed, a->products};
   const int64_t size = a->is_packed ? num_outputs / PANEL * panel_bytes(w)
                                     : num_outputs * num_inputs * size_of(a->weight_kind);
   w.start = (const char *)start + expert * size;
@@ -98,14 +99,14 @@ static void gate_up(const layer *a, int64_t start, int64_t end_pair, int64_t fir
   const weight w = gate_up_of(a, start);
   const target out = {a->inner + start * 2 * I, 2 * I, FLOAT32, NULL};
   const float *x = a->packed_x + start * a->packed_stride;
-  any_panel(x, a->packed_stride, end_pair - start, w, first, end, out);
-  any_panel(x, a->packed_stride, end_pair - start, w, I + first, I + end, out);
+  multiply(x, a->packed_stride, end_pair - start, w, first, end, out);
+  multiply(x, a->packed_stride, end_pair - start, w, I + first, I + end, out);
 }
 
 static void down(const layer *a, int64_t start, int64_t end_pair, int64_t first, int64_t end) {
   const target out = {a->outputs + start * a->hidden, a->hidden, FLOAT32, NULL};
   const float *x = a->packed_inner + start * a->packed_stride;
-  any_panel(x, a->packed_stride, end_pair - start, down_of(a, start), first, end, out);
+  multiply(x, a->packed_stride, end_pair - start, down_of(a, start), first, end, out);
 }
 
 static void combine(const layer *a, int64_t token, const float *weights, char *y) {
@@ -128,15 +129,15 @@ static void combine(const layer *a, int64_t token, const float *weights, char *y
 }
 
 /* The interface's `experts`. x [num_tokens, hidden] with rows x_stride apart; weights, ids [num_tokens, top_k]; y
-   [num_tokens, hidden]; scales, w_kind, limit and is_packed as in `layer`. `numbers` has room for 4 * num_pairs +
+   [num_tokens, hidden]; scales, w_kind, limit, is_packed and products as in `layer`. `numbers` has room for 4 * num_pairs +
    num_experts + 2,
    the first 2 * num_pairs are the groups: tokens and experts. Scratch is as in `layer`; it and `numbers` stay as they are
    from one stage to the next. */
 EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const int64_t *ids, const void *gate_up_w,
                     const float *gate_up_scales, const void *down_w, const float *down_scales, void *y,
                     int64_t num_tokens, int64_t top_k, int64_t num_experts, int64_t hidden, int64_t intermediate,
-                    int64_t kind, int64_t w_kind, int64_t limit, int64_t is_packed, int64_t *numbers, float *inner,
-                    float *outputs, float *packed, int64_t packed_stride, int64_t rows_at_once, int64_t stages,
+                    int64_t kind, int64_t w_kind, int64_t limit, int64_t is_packed, product *products, int64_t *numbers,
+                    float *inner, float *outputs, float *packed, int64_t packed_stride, int64_t rows_at_once, int64_t stages,
                     int64_t num_threads) {
   const int64_t num_pairs = num_tokens * top_k;
   int64_t *tokens = numbers, *experts = tokens + num_pairs, *places = experts + num_pairs, *starts = places + num_pairs,
@@ -144,7 +145,7 @@ EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const
   const layer a = {.gate_up = gate_up_w, .down = down_w, .gate_up_scales = gate_up_scales, .down_scales = down_scales,
                    .hidden = hidden, .intermediate = intermediate, .top_k = top_k,
                    .kind = (int)kind, .weight_kind = (int)w_kind, .limit = limit,
-                   .is_packed = (int)is_packed,
+                   .is_packed = (int)is_packed, .products = products,
                    .tokens = tokens, .experts = experts, .places = places, .inner = inner, .outputs = outputs,
                    .packed_x = packed, .packed_inner = packed + num_pairs * packed_stride,
                    .packed_stride = packed_stride};

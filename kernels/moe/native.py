@@ -18,6 +18,8 @@ from hybridserve.kernels.gemm import native as gemm
 from hybridserve.kernels.gemm.interface import ScaledWeight, Weight
 from hybridserve.kernels.gemm.native import CODES, KINDS, contiguous, largest, packed_row, rows_that_fit
 from hybridserve.kernels.gemm.panels import DTYPES, Panels
+from hybridserve.kernels.gemm.products import Products
+from hybridserve.kernels.gemm.products import sources as product_sources
 from hybridserve.kernels.moe.interface import ExpertGroups, MoEBackend
 from hybridserve.kernels.moe.torch_native import softmax_top_k
 
@@ -33,6 +35,7 @@ FUNCTIONS = {
         *(native.POINTER,) * 5,  # gate_up and its scales, down and its scales, y
         *(native.INT,) * 5,  # tokens, k, experts, hidden, intermediate
         *(native.INT,) * 4,  # kinds of x and weights, limit of rounded rows, whether weights are in panels
+        native.POINTER,  # the product with such weights
         *(native.POINTER, native.POINTER, native.POINTER),  # numbers, inner, outputs
         *(native.POINTER, native.INT, native.INT),  # packed, its stride, rows at once
         *(native.INT, native.INT),  # stages, threads
@@ -62,11 +65,16 @@ class Native(MoEBackend):
             return "runs on CPUs only"
         if capabilities.dtype not in ("float32", "bfloat16"):
             return f"has no arithmetic for {capabilities.dtype}"
-        return native.obstacle(SOURCE)
+        return native.obstacle(*cls.sources(capabilities))
+
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        return SOURCE, *product_sources(capabilities, rounds=bool(cls.rounding))
 
     def __init__(self) -> None:
         library = native.load(SOURCE, FUNCTIONS)
         self._experts = library.experts
+        self._products = Products()
         self._panels = Panels.of(library)
 
     def route(
@@ -152,6 +160,7 @@ class Native(MoEBackend):
         inner = torch.empty(num_pairs, 2 * intermediate)
         outputs = torch.empty(num_pairs, hidden)
         limit = largest(down, rounds=bool(self.rounding))
+        product = self._products.of(_codes(down).dtype, limited=limit > 0)
         packed = torch.empty(2 * num_pairs, packed_row(max(hidden, intermediate), limit))
 
         def run(stages: int) -> None:
@@ -159,7 +168,7 @@ class Native(MoEBackend):
                 *(x.data_ptr(), x.stride(0), weights.data_ptr(), ids.data_ptr()),
                 *(*_pointers(gate_up), *_pointers(down), y.data_ptr()),
                 *(num_tokens, top_k, num_experts, hidden, intermediate),
-                *(KINDS[x.dtype], KINDS[_codes(down).dtype], limit, _codes(down).dim() == 4),
+                *(KINDS[x.dtype], KINDS[_codes(down).dtype], limit, _codes(down).dim() == 4, product),
                 *(numbers.data_ptr(), inner.data_ptr(), outputs.data_ptr()),
                 *(packed.data_ptr(), packed.shape[1], rows_that_fit(packed.shape[1])),
                 *(stages, torch.get_num_threads()),

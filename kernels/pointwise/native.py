@@ -43,7 +43,11 @@ class Native(TorchNative):
     def why_not(cls, capabilities: Capabilities) -> str | None:
         if capabilities.device != "cpu":
             return "runs on CPUs only"
-        return native.obstacle(SOURCE)
+        return native.obstacle(*cls.sources(capabilities))
+
+    @classmethod
+    def sources(cls, capabilities: Capabilities) -> tuple[Path, ...]:
+        return (SOURCE,)
 
     def __init__(self) -> None:
         super().__init__()

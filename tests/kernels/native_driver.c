@@ -1,7 +1,12 @@
 /* Runs the C kernels of gemm and moe over odd sizes, in memory of exactly the size that they ask for, and compares with
    plain loops; with weights as they are and in panels. Meant to be built with sanitizers. */
 
+#include "gemm/bfloat16.c"
+#include "gemm/float32.c"
+#include "gemm/float8.c"
+#include "gemm/int8.c"
 #include "gemm/native.c"
+#include "gemm/whole.c"
 #include "moe/native.c"
 
 #include <math.h>
@@ -95,6 +100,13 @@ typedef struct {
   int is_packed;
 } layout;
 
+static product *product_of(layout l) {
+  if (l.limit) return multiply_whole;
+  if (l.w_kind == INT8) return multiply_int8;
+  if (l.w_kind == FLOAT8) return multiply_float8;
+  return l.w_kind == FLOAT32 ? multiply_float32 : multiply_bfloat16;
+}
+
 static void run_gemm(layout l, int64_t rows, int64_t outputs, int64_t inputs, int64_t gap, int64_t at_once, int64_t threads) {
   const int kind = l.kind, w_kind = l.w_kind;
   const int64_t limit = l.limit;
@@ -109,7 +121,7 @@ static void run_gemm(layout l, int64_t rows, int64_t outputs, int64_t inputs, in
   float *packed = as_it_is ? NULL : exact((at_once ? at_once * threads : rows) * stride, sizeof(float));
   void *y = exact(rows * outputs, size_of(kind));
   gemm(x, inputs + gap, panels ? panels : w, panels ? 0 : inputs + gap, scales, bias, y, rows, outputs, inputs, kind,
-       w_kind, limit, l.is_packed, packed, stride, at_once, threads);
+       w_kind, limit, l.is_packed, product_of(l), packed, stride, at_once, threads);
   for (int64_t m = 0; m < rows; m++) {
     for (int64_t k = 0; k < inputs; k++) row[k] = at(x, m * (inputs + gap) + k, kind);
     taken(row, inputs, limit);
@@ -150,7 +162,8 @@ static void run_moe(layout l, int64_t tokens, int64_t num_experts, int64_t k, in
   }
 #define EXPERTS(y, stages)                                                                                        \
   experts(x, hidden, weights, ids, up_given, up_scales, down_given, down_scales, y, tokens, k, num_experts, hidden,  \
-          intermediate, kind, w_kind, limit, l.is_packed, scratch, inner, outputs, packed, stride, 6, stages, 2)
+          intermediate, kind, w_kind, limit, l.is_packed, product_of(l), scratch, inner, outputs, packed, stride, 6,    \
+          stages, 2)
   EXPERTS(y, GATE_UP | DOWN | COMBINE);
   EXPERTS(staged, GATE_UP);
   EXPERTS(staged, DOWN);

@@ -1,6 +1,8 @@
 /* Runs the C kernels of adapters over odd sizes, in memory of exactly the size that they ask for, and compares with plain
    loops. Meant to be built with sanitizers. */
 
+#include "gemm/bfloat16.c"
+#include "gemm/float32.c"
 #include "lora/native.c"
 
 #include <math.h>
@@ -67,6 +69,8 @@ static float *scratch_of(int64_t num_inputs, int64_t rank, int64_t num_threads) 
   return malloc(num_threads * (CHUNK_ROWS * (inputs + ranks) + STRIP * ranks) * sizeof(float));
 }
 
+static product *product_of(int kind) { return kind == FLOAT32 ? multiply_float32 : multiply_bfloat16; }
+
 /* Rows 0, 2, 4 .. of one adapter with two pairs side by side, the rest untouched; no inputs: of an embedding. */
 static void run_add(int kind, int x_kind, int y_kind, int64_t num, int64_t inputs, int64_t outputs, int64_t rank) {
   const int64_t width = outputs + 3, vocabulary = 7, num_rows = 2 * num;
@@ -86,7 +90,7 @@ static void run_add(int kind, int x_kind, int y_kind, int64_t num, int64_t input
   for (int64_t c = 0; c < num_chunks; c++)
     chunks[c] = (chunk){1, (int32_t)(c * CHUNK_ROWS), (int32_t)min_i(CHUNK_ROWS, num - c * CHUNK_ROWS)};
   float *memory = scratch_of(inputs, rank + 1, 2);
-  lora_add(slots, inputs, rank + 1, kind, y, width, y_kind, inputs ? x : (const char *)tokens, inputs ? inputs : 1,
+  lora_add(slots, inputs, rank + 1, kind, product_of(kind), y, width, y_kind, inputs ? x : (const char *)tokens, inputs ? inputs : 1,
            inputs ? x_kind : 0, bias, rows, chunks, num_chunks, memory, 2);
   for (int64_t m = 0; m < num_rows; m++)
     for (int64_t n = 0; n < width; n++) {
@@ -124,7 +128,7 @@ static void run_experts(int kind, int y_kind, int64_t tokens_each, int64_t input
   for (int64_t t = 0; t < num_tokens; t++) row_slots[t] = t % (SLOTS + 1);
   for (int64_t p = 0; p < num_pairs; p++) tokens[p] = p % num_tokens, experts[p] = p / num_tokens;
   float *memory = scratch_of(inputs, rank, 2);
-  lora_add_experts(slots, inputs, rank, kind, y, outputs, y_kind, x, inputs, kind, tokens, tokens, experts, row_slots,
+  lora_add_experts(slots, inputs, rank, kind, product_of(kind), y, outputs, y_kind, x, inputs, kind, tokens, tokens, experts, row_slots,
                    num_pairs, SLOTS, rows, chunks, counts, memory, 2);
   for (int64_t p = 0; p < num_pairs; p++)
     for (int64_t n = 0; n < outputs; n++) {

@@ -11,9 +11,10 @@ import torch
 
 from hybridserve.kernels.gemm import BACKENDS, Native, Reference
 from hybridserve.kernels.gemm import native as native_module
+from hybridserve.kernels.gemm.products import Products
 from hybridserve.kernels.gemm.torch_native import _widened
-from hybridserve.kernels.native import declare, open_library
 from hybridserve.kernels.registry import Capabilities
+from tests.harness.native_libraries import load_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,7 +183,8 @@ def test_portable_code_equals_reference(
 ) -> None:
     """What a machine without AVX runs: other vectors, no fused multiply-add."""
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx")
-    native._gemm = declare(open_library(native_module.SOURCE), native_module.FUNCTIONS).gemm
+    native._gemm = load_anew(native_module.SOURCE, native_module.FUNCTIONS).gemm
+    native._products = Products(load_anew)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for rows in (1, 4, 9, 200):
         x, weight, bias = operands(rows, 70, 133, dtype)

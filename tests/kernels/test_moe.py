@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hybridserve.kernels.gemm.products import Products
 from hybridserve.kernels.moe import BACKENDS, Native, Reference
 from hybridserve.kernels.moe import native as native_module
-from hybridserve.kernels.native import declare, open_library
 from hybridserve.kernels.registry import Capabilities
+from tests.harness.native_libraries import load_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -299,8 +300,9 @@ def test_portable_code_equals_reference(
 ) -> None:
     """What a machine without AVX runs: other vectors, no fused multiply-add."""
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx")
-    library = declare(open_library(native_module.SOURCE), native_module.FUNCTIONS)
+    library = load_anew(native_module.SOURCE, native_module.FUNCTIONS)
     native._experts = library.experts
+    native._products = Products(load_anew)
     x, logits = tokens(33, dtype)
     weights, ids = native.route(logits, 2, renormalize=False)
     actual = run(native, x, weights, ids, dtype)

@@ -13,9 +13,10 @@ from hybridserve.kernels import gemm, moe
 from hybridserve.kernels.gemm import native as gemm_native
 from hybridserve.kernels.gemm.interface import INT8_MAX, ScaledWeight
 from hybridserve.kernels.gemm.native import LARGEST, Native, NativeExact
+from hybridserve.kernels.gemm.products import Products
 from hybridserve.kernels.moe import native as moe_native
-from hybridserve.kernels.native import declare, open_library
 from hybridserve.kernels.registry import Capabilities, select
+from tests.harness.native_libraries import load_anew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -295,8 +296,9 @@ def test_portable_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine without AVX runs: whole numbers to the bit, floats to the reference's."""
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx")
     backend, many = Native(), moe.Native()
-    backend._gemm = declare(open_library(gemm_native.SOURCE), gemm_native.FUNCTIONS).gemm
-    many._experts = declare(open_library(moe_native.SOURCE), moe_native.FUNCTIONS).experts
+    backend._gemm = load_anew(gemm_native.SOURCE, gemm_native.FUNCTIONS).gemm
+    many._experts = load_anew(moe_native.SOURCE, moe_native.FUNCTIONS).experts
+    backend._products = many._products = Products(load_anew)
     for num in (1, 4, 200):
         x, weight = rows(num, 1057), scaled(70, 1057, kind=kind)
         y = backend.linear(x, weight, None)

@@ -16,13 +16,14 @@ from hybridserve.kernels.gemm import native as gemm_native
 from hybridserve.kernels.gemm.interface import ScaledWeight, Weight
 from hybridserve.kernels.gemm.onednn import OneDNN
 from hybridserve.kernels.gemm.panels import Panels
+from hybridserve.kernels.gemm.products import Products
 from hybridserve.kernels.moe import native as moe_native
-from hybridserve.kernels.native import declare, open_library
 from hybridserve.kernels.registry import Capabilities
 from hybridserve.quant.format import Shard
 from hybridserve.quant.registry import FORMATS
 from hybridserve.quant.unquantized import UnquantizedFormat
 from tests.harness.models import Backends, load_runner, random_ids, save_model
+from tests.harness.native_libraries import load_anew
 from tests.kernels.test_native_codes import KINDS as CODES
 from tests.kernels.test_native_codes import Nothing, rows, scaled, whole_numbers
 
@@ -65,12 +66,13 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     made = Operators((gemm.Native(), gemm.NativeExact()), (moe.Native(), moe.NativeExact()))
     if request.param == "portable":
         monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx")
-        library = declare(open_library(gemm_native.SOURCE), gemm_native.FUNCTIONS)
+        library = load_anew(gemm_native.SOURCE, gemm_native.FUNCTIONS)
+        products = Products(load_anew)
         for backend in made.gemms:
-            backend._gemm, backend._panels = library.gemm, Panels.of(library)
-        library = declare(open_library(moe_native.SOURCE), moe_native.FUNCTIONS)
+            backend._gemm, backend._panels, backend._products = library.gemm, Panels.of(library), products
+        library = load_anew(moe_native.SOURCE, moe_native.FUNCTIONS)
         for many in made.moes:
-            many._experts, many._panels = library.experts, Panels.of(library)
+            many._experts, many._panels, many._products = library.experts, Panels.of(library), products
         assert made.panel == 8
     return made
 
