@@ -51,6 +51,24 @@ INLINE int64_t max_i(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t round_up(int64_t a, int64_t unit) { return ceil_div(a, unit) * unit; }
 
+/* Work in num_chunks chunks: every thread has a run of them, so that it reads memory front to back, and who has done its
+   own takes what others have not begun. `taken` has room for num_threads. */
+INLINE int64_t first_chunk(int64_t thread, int64_t num_chunks, int64_t num_threads) {
+  return thread * num_chunks / num_threads;
+}
+INLINE void deal(int64_t *taken, int64_t num_chunks, int64_t num_threads) {
+  for (int64_t t = 0; t < num_threads; t++) taken[t] = first_chunk(t, num_chunks, num_threads);
+}
+/* A chunk that nobody else does, or num_chunks if there is none. `of` is whose chunks are taken: at first one's own. */
+INLINE int64_t next_chunk(int64_t *taken, int64_t num_chunks, int64_t num_threads, int64_t *of) {
+  for (int64_t tried = 0; tried < num_threads; tried++) {
+    const int64_t chunk = __atomic_fetch_add(taken + *of, 1, __ATOMIC_RELAXED);
+    if (chunk < first_chunk(*of + 1, num_chunks, num_threads)) return chunk;
+    *of = *of + 1 < num_threads ? *of + 1 : 0;
+  }
+  return num_chunks;
+}
+
 INLINE vec splat(float a) { return a - (vec){}; }
 
 /* Unaligned. */

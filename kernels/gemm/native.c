@@ -44,7 +44,13 @@ EXPORT void gemm(const void *x, int64_t x_stride, const void *w, int64_t w_strid
   const int64_t unit = is_packed ? OUTPUTS_AT_ONCE : 2 * OUTPUTS;
   const int64_t step =
       num_threads == 1 ? num_outputs : round_up(ceil_div(num_outputs, num_threads * CHUNKS_PER_THREAD), unit);
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-  for (int64_t first = 0; first < num_outputs; first += step)
-    multiply(rows, stride, num_rows, matrix, first, min_i(first + step, num_outputs), out);
+  const int64_t num_chunks = ceil_div(num_outputs, step);
+  int64_t taken[num_threads];
+  deal(taken, num_chunks, num_threads);
+#pragma omp parallel num_threads(num_threads)
+  {
+    int64_t of = omp_get_thread_num();
+    for (int64_t c; (c = next_chunk(taken, num_chunks, num_threads, &of)) < num_chunks;)
+      multiply(rows, stride, num_rows, matrix, c * step, min_i((c + 1) * step, num_outputs), out);
+  }
 }

@@ -20,8 +20,8 @@
 #define PANEL_ROWS 6         /* 6 rows x 2 vectors of outputs leave 4 of 16 registers for what they are made of */
 #define MOST_SUMS 12         /* of vectors at once */
 #define FLOATS_PIECE 512     /* inputs; it keeps sums of many as accurate as those that begin in several lanes */
-#define L2_BYTES (192 << 10) /* of panels that stay in the second cache while rows pass */
-#define PANEL_AHEAD 1024     /* bytes: a panel is read as one stream, and the next one lies behind it */
+#define PANEL_AHEAD 3072     /* bytes; no multiple of the distance of rows, which would be in the same lines of a cache */
+#define L2_BYTES (256 << 10) /* of panels that stay in the second cache while rows pass */
 
 /* Like add_products, but the products of neighbours are always added to one lane. */
 INLINE ivec add_pairs(ivec acc, svec a, svec b) {
@@ -50,16 +50,18 @@ INLINE vec read_outputs(const char *p, int h, int kind) {
   return widen_code(p + h * LANES, kind);
 }
 
-/* acc + an input (or a pair) of a row times its elements. */
-INLINE vec add_input(vec acc, const char *x, vec ws, int kind) {
-  if (kind == WHOLE) {
-    int32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return (vec)add_pairs((ivec)acc, (svec)(pair - (ivec){}), (svec)ws);
-  }
+/* acc + an input of a row times its elements. */
+INLINE vec add_input(vec acc, const char *x, vec ws) {
   float one;
   memcpy(&one, x, sizeof one);
   return fma_v(splat(one), ws, acc);
+}
+
+/* The same in whole numbers, of a pair of inputs. */
+INLINE ivec add_pair(ivec acc, const char *x, vec ws) {
+  int32_t pair;
+  memcpy(&pair, x, sizeof pair);
+  return add_pairs(acc, (svec)(pair - (ivec){}), (svec)ws);
 }
 
 INLINE void put_outputs(vec sums, const target *out, int64_t at, int64_t output) {
@@ -72,15 +74,16 @@ INLINE void put_outputs(vec sums, const target *out, int64_t at, int64_t output)
   }
 }
 
-/* The sums of a tile, scaled: once for all tiles, so that they are rounded alike and soon compiled. */
-static __attribute__((noinline)) void put_tile(const vec *totals, int num_rows, int num_panels, const char *x,
-                                               int64_t x_stride, weight w, int64_t first, const target *out,
-                                               int64_t row) {
+/* The sums of a tile of tile_rows, num_rows of which there are, scaled: once for all tiles, so that they are rounded
+   alike and soon compiled. */
+static __attribute__((noinline)) void put_tile(const vec *totals, int tile_rows, int num_rows, int num_panels,
+                                               const char *x, int64_t x_stride, weight w, int64_t first,
+                                               const target *out, int64_t row) {
   for (int n = 0; n < num_panels; n++)
     for (int m = 0; m < num_rows; m++)
       for (int h = 0; h < 2; h++) {
         const int64_t output = first + n * PANEL + h * LANES;
-        vec sums = totals[(n * num_rows + m) * 2 + h];
+        vec sums = totals[(n * tile_rows + m) * 2 + h];
         if (w.scales) sums *= load(w.scales + output);
         if (w.limit) sums *= splat(row_scale(x + m * x_stride, w.num_inputs));
         IN_REGISTER(sums); /* or compilers fuse the last product and the bias in one case, and not in another */
@@ -88,71 +91,112 @@ static __attribute__((noinline)) void put_tile(const vec *totals, int num_rows, 
       }
 }
 
-/* num_rows rows from `row` on, with num_panels panels from output `first` on. x_stride is in bytes; `num_rows`,
-   `num_panels` and `kind` are constants where this is inlined. */
-INLINE void panel_tile(int num_rows, int num_panels, int kind, const char *x, int64_t x_stride, weight w, int64_t first,
-                       const target *out, int64_t row) {
-  const int num_sums = 2 * num_rows * num_panels;
+/* How panels come into the cache before they are read. All rows are multiplied with a group of panels before the next
+   one, in one pass or more. In one pass the bytes behind those that are read are fetched or, for several panels side by
+   side, the piece that is read next; of several passes, each fetches its share of the group that follows, so that memory
+   is read all the time. */
+typedef struct {
+  int64_t group; /* bytes */
+  int64_t num_passes, pass;
+} passes;
+
+/* Up to tile_rows rows from `row` on, with num_panels panels from output `first` on; rows that there are not are the last
+   one. x_stride is in bytes; `tile_rows`, `num_panels` and `kind` are constants where this is inlined. */
+INLINE void panel_tile(int tile_rows, int num_panels, int kind, const char *x, int64_t x_stride, int64_t num_rows,
+                       weight w, int64_t first, const target *out, int64_t row, passes all) {
+  const int num_sums = 2 * tile_rows * num_panels;
   const int inputs = kind == WHOLE ? 2 : 1; /* at once, and each takes sizeof(float) / inputs bytes of x */
-  const int64_t piece = kind == WHOLE ? PIECE : FLOATS_PIECE, size = panel_bytes(w);
-  const int64_t step = inputs * PANEL * size_of(w.kind), num_steps = w.num_inputs / inputs;
+  const int64_t piece = (kind == WHOLE ? PIECE : FLOATS_PIECE) / inputs, size = panel_bytes(w);
+  const int64_t step = inputs * PANEL * size_of(kind == WHOLE ? INT8 : kind), num_steps = w.num_inputs / inputs;
+  const int64_t ahead_step = ceil_div(step, all.num_passes);
   const char *p = (const char *)w.start + first / PANEL * size;
+  int64_t rows[PANEL_ROWS];
   vec totals[MOST_SUMS] = {{0}};
   x += row * x_stride;
-  for (int64_t from = 0; from < num_steps; from += piece / inputs) {
-    const int64_t to = min_i(from + piece / inputs, num_steps);
+  num_rows = min_i(num_rows - row, tile_rows);
+#pragma GCC unroll 6
+  for (int m = 0; m < tile_rows; m++) rows[m] = min_i(m, num_rows - 1) * x_stride;
+  for (int64_t from = 0; from < num_steps; from += piece) {
+    const int64_t to = min_i(from + piece, num_steps);
+    const char *ahead = p + all.group;
+    if (all.num_passes > 1)
+      ahead += all.pass * size / all.num_passes + from * ahead_step;
+    else if (num_panels == 1)
+      ahead = p + from * step + (kind == FLOAT32 ? PANEL_AHEAD / 2 : PANEL_AHEAD);
+    else if (to < num_steps)
+      ahead = p + to * step;
     vec acc[MOST_SUMS] = {{0}};
+    ivec whole[MOST_SUMS] = {{0}}; /* acc for whole numbers: where one type stands for the other, sums are moved about */
 #pragma GCC unroll 12
-    for (int s = 0; s < num_sums; s++) IN_REGISTER(acc[s]); /* or a first step, which adds to nothing, is one apart */
+    for (int s = 0; s < num_sums; s++) { /* or a first step, which adds to nothing, is one apart */
+      if (kind == WHOLE)
+        IN_REGISTER(whole[s]);
+      else
+        IN_REGISTER(acc[s]);
+    }
 #pragma GCC unroll 2
     for (int64_t i = from; i < to; i++) {
 #pragma GCC unroll 4
       for (int n = 0; n < num_panels; n++) {
         const char *at = p + n * size + i * step;
         const vec low = read_outputs(at, 0, kind), high = read_outputs(at, 1, kind);
-        __builtin_prefetch(at + PANEL_AHEAD);
+        __builtin_prefetch(ahead + n * size);
 #pragma GCC unroll 6
-        for (int m = 0; m < num_rows; m++) {
-          vec *sums = acc + (n * num_rows + m) * 2;
-          sums[0] = add_input(sums[0], x + m * x_stride + i * sizeof(float), low, kind);
-          sums[1] = add_input(sums[1], x + m * x_stride + i * sizeof(float), high, kind);
-          IN_REGISTER(sums[0]);
-          IN_REGISTER(sums[1]);
+        for (int m = 0; m < tile_rows; m++) {
+          const char *one = x + rows[m] + i * sizeof(float);
+          const int s = (n * tile_rows + m) * 2;
+          if (kind == WHOLE) {
+            whole[s] = add_pair(whole[s], one, low);
+            whole[s + 1] = add_pair(whole[s + 1], one, high);
+            IN_REGISTER(whole[s]);
+            IN_REGISTER(whole[s + 1]);
+          } else {
+            acc[s] = add_input(acc[s], one, low);
+            acc[s + 1] = add_input(acc[s + 1], one, high);
+            IN_REGISTER(acc[s]);
+            IN_REGISTER(acc[s + 1]);
+          }
         }
       }
+      ahead += ahead_step;
     }
 #pragma GCC unroll 12
     for (int s = 0; s < num_sums; s++)
-      totals[s] += kind == WHOLE ? __builtin_convertvector((ivec)acc[s], vec) : acc[s];
+      totals[s] += kind == WHOLE ? __builtin_convertvector(whole[s], vec) : acc[s];
   }
-  put_tile(totals, num_rows, num_panels, x, x_stride, w, first, out, row);
+  put_tile(totals, tile_rows, (int)num_rows, num_panels, x, x_stride, w, first, out, row);
 }
 
 /* Rows from `row` on, with outputs first to end, in tiles of num_panels panels and then of one. */
-INLINE void panel_tiles(int num_rows, int num_panels, int kind, const char *x, int64_t x_stride, weight w,
-                        int64_t first, int64_t end, const target *out, int64_t row) {
+INLINE void panel_tiles(int tile_rows, int num_panels, int kind, const char *x, int64_t x_stride, int64_t num_rows,
+                        weight w, int64_t first, int64_t end, const target *out, int64_t row, passes all) {
   for (; first + num_panels * PANEL <= end; first += num_panels * PANEL)
-    panel_tile(num_rows, num_panels, kind, x, x_stride, w, first, out, row);
-  for (; num_panels > 1 && first < end; first += PANEL) panel_tile(num_rows, 1, kind, x, x_stride, w, first, out, row);
+    panel_tile(tile_rows, num_panels, kind, x, x_stride, num_rows, w, first, out, row, all);
+  for (; num_panels > 1 && first < end; first += PANEL)
+    panel_tile(tile_rows, 1, kind, x, x_stride, num_rows, w, first, out, row, all);
 }
 
 INLINE void panels_of(int kind, const float *rows, int64_t x_stride, int64_t num_rows, weight w, int64_t first,
                       int64_t end, const target *out) {
   const char *x = (const char *)rows;
-  const int64_t step = max_i(L2_BYTES / (panel_bytes(w) + 1), 1) * PANEL;
+  const int64_t size = panel_bytes(w), rest = num_rows % PANEL_ROWS;
+  passes all = {0, ceil_div(num_rows, PANEL_ROWS), 0};
+  /* One or two rows have sums enough to hide the latency of adding only with several panels. */
+  int64_t num_panels = rest == 1 ? 4 : rest == 2 ? 2 : 1;
+  if (all.num_passes > 1) num_panels = max_i(min_i(num_panels, L2_BYTES / (size + 1)), 1);
+  all.group = num_panels * size;
   x_stride *= sizeof *rows;
-  for (int64_t from = first; from < end; from += step) {
-    const int64_t to = min_i(from + step, end);
+  for (int64_t from = first; from < end; from += num_panels * PANEL) {
+    const int64_t to = min_i(from + num_panels * PANEL, end);
     int64_t row = 0;
-    for (; row + PANEL_ROWS <= num_rows; row += PANEL_ROWS)
-      panel_tiles(PANEL_ROWS, 1, kind, x, x_stride, w, from, to, out, row);
-    /* Few rows have sums enough to hide the latency of adding only with several panels. */
-    for (; num_rows - row >= 4; row += 4) panel_tiles(4, 1, kind, x, x_stride, w, from, to, out, row);
-    if (num_rows - row >= 2) {
-      panel_tiles(2, 2, kind, x, x_stride, w, from, to, out, row);
-      row += 2;
-    }
-    if (row < num_rows) panel_tiles(1, 4, kind, x, x_stride, w, from, to, out, row);
+    for (all.pass = 0; num_rows - row > 4; row += PANEL_ROWS, all.pass++)
+      panel_tiles(PANEL_ROWS, 1, kind, x, x_stride, num_rows, w, from, to, out, row, all);
+    if (num_rows - row > 2)
+      panel_tiles(4, 1, kind, x, x_stride, num_rows, w, from, to, out, row, all);
+    else if (num_rows - row == 2)
+      panel_tiles(2, 2, kind, x, x_stride, num_rows, w, from, to, out, row, all);
+    else if (num_rows - row == 1)
+      panel_tiles(1, 4, kind, x, x_stride, num_rows, w, from, to, out, row, all);
   }
 }
 

@@ -27,15 +27,25 @@ INLINE vec elements(const void *x, int kind, int64_t i, int64_t n) {
   return widen_v(part);
 }
 
+/* The larger, lane by lane. */
+INLINE ivec max_v(ivec a, ivec b) {
+  const ivec more = a > b;
+  return (more & a) | (~more & b);
+}
+
+INLINE half_svec round_v(vec v, vec scale) {
+  const vec magic = splat(12582912.0f); /* 1.5 * 2^23: what is added to it is rounded, and in the lowest bits */
+  return __builtin_convertvector((ivec)(v / scale + magic), half_svec);
+}
+
 /* A row of x in whole numbers up to `limit`, and behind its last block what they are to be multiplied with, a float: the
    largest magnitude / limit, at least the smallest normal number (or a whole number could be larger than `limit`). It is
    NaN or infinite where an element is, and so is every product of the row. */
-UNUSED static void round_row(void *rounded, const void *x, int kind, int64_t num_inputs, int64_t limit) {
+static void round_row(void *rounded, const void *x, int kind, int64_t num_inputs, int64_t limit) {
+  const int64_t whole = num_inputs / LANES * LANES, rest = num_inputs - whole;
   ivec most = {0}; /* the bits of magnitudes are ordered as they are, NaN last */
-  for (int64_t i = 0; i < num_inputs; i += LANES) {
-    const ivec bits = (ivec)elements(x, kind, i, min_i(LANES, num_inputs - i)) & 0x7fffffff, more = bits > most;
-    most = (more & bits) | (~more & most);
-  }
+  for (int64_t i = 0; i < whole; i += LANES) most = max_v((ivec)elements(x, kind, i, LANES) & 0x7fffffff, most);
+  if (rest) most = max_v((ivec)elements(x, kind, whole, rest) & 0x7fffffff, most);
   int32_t top = 0;
   for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
   float scale;
@@ -44,12 +54,13 @@ UNUSED static void round_row(void *rounded, const void *x, int kind, int64_t num
   if (scale < __FLT_MIN__) scale = __FLT_MIN__;
   int16_t *out = (int16_t *)rounded;
   memcpy(out + round_up(num_inputs, WHOLE_BLOCK), &scale, sizeof scale);
-  const vec magic = splat(12582912.0f); /* 1.5 * 2^23: what is added to it is rounded, and in the lowest bits */
-  for (int64_t i = 0; i < num_inputs; i += LANES) {
-    const int64_t n = min_i(LANES, num_inputs - i);
-    const half_svec numbers =
-        __builtin_convertvector((ivec)(elements(x, kind, i, n) / splat(scale) + magic), half_svec);
-    memcpy(out + i, &numbers, n * sizeof *out);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const half_svec numbers = round_v(elements(x, kind, i, LANES), splat(scale));
+    memcpy(out + i, &numbers, sizeof numbers);
+  }
+  if (rest) {
+    const half_svec numbers = round_v(elements(x, kind, whole, rest), splat(scale));
+    memcpy(out + whole, &numbers, rest * sizeof *out);
   }
 }
 

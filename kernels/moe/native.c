@@ -154,23 +154,29 @@ EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const
   const int64_t parts = num_threads == 1 ? 1 : ceil_div(num_threads * TASKS_PER_THREAD, max_i(num_blocks, 1));
   const int64_t inner_step = round_up(ceil_div(intermediate, parts), is_packed ? OUTPUTS_AT_ONCE : OUTPUTS * BLOCK);
   const int64_t outer_step = round_up(ceil_div(hidden, parts), is_packed ? OUTPUTS_AT_ONCE : 2 * OUTPUTS);
+  const int64_t inner_parts = ceil_div(intermediate, inner_step), outer_parts = ceil_div(hidden, outer_step);
+  const int64_t inner_tasks = num_blocks * inner_parts, outer_tasks = num_blocks * outer_parts;
   const int alone = num_pairs * hidden < SMALL_COPY; /* this thread packs and combines, the others don't wait */
   if (num_pairs * hidden * intermediate < SMALL_WORK) num_threads = 1;
+  int64_t inner_taken[num_threads], outer_taken[num_threads];
+  deal(inner_taken, inner_tasks, num_threads);
+  deal(outer_taken, outer_tasks, num_threads);
   for (int64_t p = 0; stages & GATE_UP && alone && p < num_pairs; p++) pack_pair(&a, p, x, x_stride);
 #pragma omp parallel num_threads(num_threads)
   {
+    int64_t of = omp_get_thread_num();
     if (stages & GATE_UP) {
       if (!alone) {
 #pragma omp for
         for (int64_t p = 0; p < num_pairs; p++) pack_pair(&a, p, x, x_stride);
       }
-#pragma omp for collapse(2) schedule(dynamic)
-      for (int64_t b = 0; b < num_blocks; b++)
-        for (int64_t first = 0; first < intermediate; first += inner_step) {
-          const int64_t end = min_i(first + inner_step, intermediate);
-          gate_up(&a, starts[b], starts[b + 1], first, end);
-          for (int64_t p = starts[b]; stages & DOWN && p < starts[b + 1]; p++) activate(&a, p, first, end);
-        }
+      for (int64_t t; (t = next_chunk(inner_taken, inner_tasks, num_threads, &of)) < inner_tasks;) {
+        const int64_t b = t / inner_parts, first = t % inner_parts * inner_step;
+        const int64_t end = min_i(first + inner_step, intermediate);
+        gate_up(&a, starts[b], starts[b + 1], first, end);
+        for (int64_t p = starts[b]; stages & DOWN && p < starts[b + 1]; p++) activate(&a, p, first, end);
+      }
+#pragma omp barrier
     } else if (stages & DOWN) {
 #pragma omp for
       for (int64_t p = 0; p < num_pairs; p++) activate(&a, p, 0, intermediate);
@@ -179,11 +185,10 @@ EXPORT void experts(const void *x, int64_t x_stride, const float *weights, const
 #pragma omp for
       for (int64_t p = 0; p < num_pairs; p++) round_inner(&a, p);
     }
-    if (stages & DOWN) {
-#pragma omp for collapse(2) schedule(dynamic) nowait
-      for (int64_t b = 0; b < num_blocks; b++)
-        for (int64_t first = 0; first < hidden; first += outer_step)
-          down(&a, starts[b], starts[b + 1], first, min_i(first + outer_step, hidden));
+    of = omp_get_thread_num();
+    for (int64_t t; stages & DOWN && (t = next_chunk(outer_taken, outer_tasks, num_threads, &of)) < outer_tasks;) {
+      const int64_t b = t / outer_parts, first = t % outer_parts * outer_step;
+      down(&a, starts[b], starts[b + 1], first, min_i(first + outer_step, hidden));
     }
     if (stages & COMBINE && !alone) {
 #pragma omp barrier
