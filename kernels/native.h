@@ -38,7 +38,8 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 /* Keeps a vector in a register, where the compiler would rather read it from memory again for every use. */
-#if defined(__x86_64__) || defined(__i386__)
+#if defined(IN_REGISTER)
+#elif defined(__x86_64__) || defined(__i386__)
 #define IN_REGISTER(v) __asm__ volatile("" : "+x"(v))
 #elif defined(__aarch64__)
 #define IN_REGISTER(v) __asm__ volatile("" : "+w"(v))

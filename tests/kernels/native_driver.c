@@ -172,9 +172,10 @@ static void run_moe(layout l, int64_t tokens, int64_t num_experts, int64_t k, in
     fprintf(stderr, "moe: stages differ\n");
     exit(1);
   }
-  double *act = exact(intermediate, sizeof *act), *sum = exact(hidden, sizeof *sum), *row = exact(hidden, sizeof *row);
+  double *act = exact(intermediate, sizeof *act), *row = exact(hidden, sizeof *row);
+  double *sum = exact(hidden, sizeof *sum), *size = exact(hidden, sizeof *size); /* and of magnitudes */
   for (int64_t t = 0; t < tokens; t++) {
-    for (int64_t h = 0; h < hidden; h++) sum[h] = 0, row[h] = at(x, t * hidden + h, kind);
+    for (int64_t h = 0; h < hidden; h++) sum[h] = size[h] = 0, row[h] = at(x, t * hidden + h, kind);
     taken(row, hidden, limit);
     for (int64_t j = 0; j < k; j++) {
       const int64_t e = ids[t * k + j];
@@ -190,19 +191,21 @@ static void run_moe(layout l, int64_t tokens, int64_t num_experts, int64_t k, in
       }
       taken(act, intermediate, limit);
       for (int64_t h = 0; h < hidden; h++)
-        for (int64_t i = 0; i < intermediate; i++)
-          sum[h] += weights[t * k + j] * act[i] * at(down_w, (e * hidden + h) * intermediate + i, w_kind) *
-                    (coded ? down_scales[e * hidden + h] : 1);
+        for (int64_t i = 0; i < intermediate; i++) {
+          const double term = weights[t * k + j] * act[i] * at(down_w, (e * hidden + h) * intermediate + i, w_kind) *
+                              (coded ? down_scales[e * hidden + h] : 1);
+          sum[h] += term, size[h] += fabs(term);
+        }
     }
     for (int64_t h = 0; h < hidden; h++) {
       /* An activation on an edge is rounded one way here, the other way there. */
-      check("moe", at(y, t * hidden + h, kind), sum[h], kind, limit ? 50.0 / limit : 0);
+      check("moe", at(y, t * hidden + h, kind), sum[h], kind, 1e-6 * size[h] + (limit ? (50 + size[h]) / limit : 0));
     }
   }
   if (l.is_packed) free(up_given), free(down_given);
   free(x - offset), free(up - offset), free(down_w - offset);
   free(weights), free(ids), free(scratch), free(inner), free(outputs), free(packed), free(y), free(staged);
-  free(act), free(sum), free(row), free(up_scales), free(down_scales);
+  free(act), free(sum), free(size), free(row), free(up_scales), free(down_scales);
 }
 
 static int run_all(int kind, int w_kind, int64_t limit) {

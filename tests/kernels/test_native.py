@@ -161,6 +161,44 @@ def test_another_cpu_has_its_own(
 
 
 @needs_compiler
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc")
+def test_cpuinfo_decides_what_is_loaded(
+    source: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    built: Callable[[], list[str]],
+) -> None:
+    """The features as the system's file has them; what else it says, such as frequencies, changes nothing.
+    Where they differ, what another CPU has built stays, under its name, and another library is built."""
+    cpuinfo = tmp_path / "cpuinfo"
+    real_read = Path.read_text
+
+    def read(path: Path, *args: str, **kwargs: str) -> str:
+        return real_read(cpuinfo if path == Path("/proc/cpuinfo") else path, *args, **kwargs)
+
+    def open_on(features: str, megahertz: int) -> list[str]:
+        """The lines about compiling, on a CPU of this description that has just started the process."""
+        cpuinfo.write_text(f"processor\t: 0\ncpu MHz\t\t: {megahertz}\n{features}\n\nprocessor\t: 1\n")
+        native._cpu_features.cache_clear()
+        built()
+        assert works(native.open_library(source))
+        return built()
+
+    monkeypatch.setattr(Path, "read_text", read)
+    try:
+        for field in ("flags\t\t", "Features\t"):  # x86 and Arm
+            assert len(open_on(f"{field}: one two", 2000)) == 1
+            assert open_on(f"{field}: one two", 3000) == []
+            theirs = kept(folder)
+            assert len(open_on(f"{field}: one two three", 3000)) == 1
+            assert set(theirs) < set(kept(folder))
+            assert open_on(f"{field}: one two", 3000) == []
+    finally:
+        native._cpu_features.cache_clear()
+
+
+@needs_compiler
 def test_a_call_lets_other_threads_run(source: Path) -> None:
     """Two calls meet inside of the library: each waits until the other has begun."""
     source.write_text(MEETING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 from hybridserve.kernels import native
 
 KERNELS = Path(native.__file__).resolve().parent
-COMPILER = os.environ.get("CC", "cc").split()[0]
+COMMAND = shlex.split(os.environ.get("CC", "")) or ["cc"]
+COMPILER = COMMAND[0]
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C compiler ({COMPILER})")
 
 
@@ -165,23 +167,42 @@ def test_kernels_are_code_for_other_processors(machine: str) -> None:
         assert done.returncode == 0, done.stderr[:4000]
 
 
+def build_flags(build: str) -> list[str]:
+    """Of this CPU's code (native), of what one without AVX runs (portable), or of what one with AVX-512, with
+    and without VNNI, would run: taken apart into AVX2 by native_avx512.h."""
+    if build == "native":
+        return []
+    if platform.machine() != "x86_64":
+        pytest.skip("the flags are x86's")
+    if build == "portable":
+        return ["-mno-avx"]
+    flags = ["-include", str(Path(__file__).with_name("native_avx512.h"))]
+    flags += ["-DWITHOUT_VNNI"] if build == "avx512bw" else []
+    check = [*COMMAND, "-march=native", *flags, "-fsyntax-only", "-x", "c", os.devnull]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"AVX-512 can't be taken apart here: {done.stderr.partition('#error')[2][:200].strip()}")
+    return flags
+
+
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-march=native", "-mno-avx"], ids=["native", "portable"])
+@pytest.mark.parametrize("build", ["native", "portable", "avx512"])
 @pytest.mark.parametrize("driver", ["native_driver.c", "native_lora_driver.c", "native_sequence_driver.c"])
-def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None:
-    """The kernels over odd sizes in exactly sized memory, compared with plain loops."""
+def test_no_sanitizer_complains(tmp_path: Path, driver: str, build: str) -> None:
+    """The kernels over odd sizes in exactly sized memory, compared with plain loops. Vectors that are taken
+    apart are too much work for sanitizers: minutes of compiling."""
     program = tmp_path / "driver"
     command = [
         COMPILER,
         "-std=gnu11",
         "-O1",
-        "-g",
         "-fopenmp",
-        "-fsanitize=address,undefined",
-        *flags.split(),
+        *([] if build == "avx512" else ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]),
+        "-march=native" if platform.machine() == "x86_64" else "-mcpu=native",
+        *build_flags(build),
     ]
-    command += ["-fno-sanitize-recover=all", f"-I{KERNELS}", "-o", str(program)]
+    command += [f"-I{KERNELS}", "-o", str(program)]
     built = subprocess.run(
         [*command, str(Path(__file__).with_name(driver)), "-lm"],
         capture_output=True,
@@ -197,21 +218,59 @@ def test_no_sanitizer_complains(tmp_path: Path, driver: str, flags: str) -> None
     assert done.stdout.startswith("ok")
 
 
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("driver", ["native_driver.c", "native_lora_driver.c", "native_sequence_driver.c"])
+def test_arm_code_in_an_emulator(tmp_path: Path, driver: str) -> None:
+    """NEON, compared with plain loops. Debian: gcc-aarch64-linux-gnu, qemu-user-static."""
+    for program in (ARM_COMPILER, ARM_EMULATOR):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    program = str(tmp_path / "driver")
+    source = str(Path(__file__).with_name(driver))
+    command = [
+        ARM_COMPILER,
+        "-std=gnu11",
+        "-O2",
+        "-static",
+        "-fopenmp",
+        f"-I{KERNELS}",
+        "-o",
+        program,
+        source,
+    ]
+    built = subprocess.run([*command, "-lm"], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[:4000]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [ARM_EMULATOR, program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    assert done.stdout.startswith("ok")
+
+
 @needs_compiler
 @pytest.mark.nightly
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is x86's")
-@pytest.mark.parametrize("operator", ["attention", "gemm", "lora", "moe", "pointwise", "ssm", "ssd"])
-def test_portable_code_passes_the_operators_tests(operator: str) -> None:
-    """What a CPU without vectors that are known here runs, against the references: all that is asked of it
-    elsewhere, odd sizes and poisoned memory included."""
-    portable = f"{os.environ.get('CC', 'cc')} -mno-avx"
-    macros = [*portable.split(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
-    assert "__AVX__" not in subprocess.run(macros, capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("build", ["portable", "avx512", "avx512bw"])
+@pytest.mark.parametrize(
+    "operator", ["attention", "gemm", "lora", "moe", "native_codes", "panels", "pointwise", "ssm", "ssd"]
+)
+def test_other_builds_pass_the_operators_tests(operator: str, build: str) -> None:
+    """What CPUs with narrower and wider vectors run, against the references: all that is asked of this CPU's
+    code, odd sizes and poisoned memory included."""
+    command = [*COMMAND, *build_flags(build)]
+    macros = [*command, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    defined = subprocess.run(macros, capture_output=True, text=True, check=True).stdout
+    assert ("__AVX__" in defined, "__AVX512F__" in defined) == (
+        (False,) * 2 if build == "portable" else (True,) * 2
+    )
     suite = Path(__file__).with_name(f"test_{operator}.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", str(suite)],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "CC": portable},
+        env={**os.environ, "CC": shlex.join(command)},
         capture_output=True,
         text=True,
         check=False,
