@@ -67,7 +67,7 @@ INLINE vec add_input(vec acc, const char *x, vec ws) {
 }
 
 /* The same in whole numbers, of a pair of inputs. */
-INLINE ivec add_pair(ivec acc, const char *x, vec ws) {
+INLINE ivec add_whole_input(ivec acc, const char *x, vec ws) {
   int32_t pair;
   memcpy(&pair, x, sizeof pair);
   return add_pairs(acc, (svec)(pair - (ivec){}), (svec)ws);
@@ -155,8 +155,8 @@ INLINE void panel_tile(int tile_rows, int num_panels, int kind, const char *x, i
           const char *one = x + rows[m] + i * sizeof(float);
           const int s = (n * tile_rows + m) * 2;
           if (kind == WHOLE) {
-            whole[s] = add_pair(whole[s], one, low);
-            whole[s + 1] = add_pair(whole[s + 1], one, high);
+            whole[s] = add_whole_input(whole[s], one, low);
+            whole[s + 1] = add_whole_input(whole[s + 1], one, high);
             IN_REGISTER(whole[s]);
             IN_REGISTER(whole[s + 1]);
           } else {
