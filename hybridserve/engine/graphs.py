@@ -41,9 +41,14 @@ _cuda: Any = torch.cuda
 logger = logging.getLogger("hybridserve")
 
 SEEN_BEFORE = 4
+"""Steps that run call by call before one like them is recorded on demand: to record and to check it takes as
+long as a few."""
+
 SMALL_SIZE = 32
-"""Steps that run call by call before one like them, of no more sequences, is recorded on demand: to record
-and to check it takes as long as a few."""
+"""Of more sequences, one is recorded when as many steps have run as it has sequences."""
+
+MOST_ON_DEMAND = 64
+"""Recordings that are kept, the last used: each takes 20 KB a layer for its calls and what they are given."""
 
 COLUMNS = ("input_ids", "positions", "slot_mapping", "seq_lens", "state_slots")
 """Of a step, a number a row; `has_state` follows them."""
@@ -189,7 +194,7 @@ def _padding_rows(size: int) -> _HostColumns:
 def _num_seen_before(size: int) -> int:
     """A recording saves the same few milliseconds whatever its size, and takes as long as a few of its steps;
     so the larger it is, the more of them have to be expected before it pays."""
-    return SEEN_BEFORE if size <= SMALL_SIZE else SEEN_BEFORE * size // 4
+    return SEEN_BEFORE if size <= SMALL_SIZE else size
 
 
 class _Key(NamedTuple):
@@ -284,7 +289,9 @@ class DecodeGraphs:
         if demand.num_threads != torch.get_num_threads():
             self._forget(demand.num_seen, demand)
             demand.num_threads = torch.get_num_threads()
-        if (graph := self._graphs.get(key)) is not None or demand.has_failed:
+        if (graph := self._graphs.pop(key, None)) is not None:
+            self._graphs[key] = graph  # the last used is the last
+        if graph is not None or demand.has_failed:
             return graph
         demand.num_seen[key] += 1
         if demand.num_seen[key] <= _num_seen_before(key.size):
@@ -302,6 +309,8 @@ class DecodeGraphs:
             logger.warning("decode steps are not recorded any more, but run call by call: %s", error)
             demand.has_failed = True
             return None
+        if len(self._graphs) >= MOST_ON_DEMAND:
+            self._forget([next(iter(self._graphs))], demand)
         self._graphs[key] = graph
         return graph
 
