@@ -133,7 +133,7 @@ class Native(GemmBackend):
             x = x.contiguous()
             row_stride = num_inputs
         y = torch.empty(num_rows, num_outputs, dtype=dtype)
-        if num_rows == 0:
+        if y.numel() == 0:
             return y
         num_threads = torch.get_num_threads()
         packed_stride = packed_row(num_inputs, limit)
