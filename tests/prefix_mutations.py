@@ -13,8 +13,7 @@ from hybridserve.core.prefix_cache import PrefixCache
 from hybridserve.core.prefix_trails import Match
 from hybridserve.core.prefix_waits import PrefixWaits
 from hybridserve.core.scheduler import Scheduler
-from hybridserve.engine import core as engine_core
-from hybridserve.engine import planner
+from hybridserve.engine import makers, planner
 from tests.mutations import (
     an_aborted_slot_leaks,
     change_input,
@@ -187,7 +186,7 @@ def caching_is_switched_off(patch: pytest.MonkeyPatch) -> None:
             options["prefix_caching"] = False
         return Scheduler(*args, **options)
 
-    patch.setattr(engine_core, "Scheduler", quiet)
+    patch.setattr(makers, "Scheduler", quiet)
 
 
 def shared_blocks_are_written(patch: pytest.MonkeyPatch) -> None:

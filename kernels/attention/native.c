@@ -257,7 +257,7 @@ EXPORT void paged_attention(int64_t num_tokens, int64_t num_sequences, int64_t n
     if (together)
       attend_together(&a, all, num_tasks, scratch, num_parts, size);
     else {
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(monotonic : dynamic) /* task_at() looks in one direction */
       for (int64_t task = num_tasks - 1; task >= 0; task--) attend(&a, task_at(&all, task));
     }
   }

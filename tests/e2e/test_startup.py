@@ -1,4 +1,5 @@
-"""What a start may do before the first token: which modules it imports, and that nothing is built twice.
+"""What a start may do before the first token, and the first recorded step: which modules it imports, and that
+nothing is built twice.
 
 Modules are looked at, not seconds: importing torch is most of a start, and how long that takes is the
 machine's.
@@ -38,14 +39,19 @@ SCRIPT = """
 import sys
 from hybridserve import LLM, SamplingParams
 with LLM("demo") as llm:
-    next(iter(llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=8))))
+    outputs = iter(llm.stream("ROMEO:", SamplingParams(temperature=0, max_tokens=8)))
+    next(outputs)
+    at_first = len(sys.modules)
+    list(outputs)
+    assert llm.plan.graphs.reason or llm._core.executor.worker.runner.graphs._graphs, "nothing was recorded"
+    assert len(sys.modules) < at_first + 20, sorted(sys.modules)[at_first:]
     print(*sorted(sys.modules))
 """
 
 
 @pytest.fixture(scope="module")
 def modules() -> set[str]:
-    """Those that are there when the first token is."""
+    """Those that are there when a decode step has been recorded."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],
@@ -95,6 +101,6 @@ def test_a_warm_start_asks_the_compiler_for_its_version_alone(tmp_path: Path) ->
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         errors.append(done.stderr.partition("\n")[0])
         assert done.stdout.strip()
-    assert errors[0] == "building C kernels, once (attention, gemm, lora, moe, pointwise, ssm)"
+    assert errors[0] == "building C kernels, once (attention, gemm, gemm bfloat16, lora, moe, pointwise, ssm)"
     assert errors[1].startswith("model ")
     assert calls.read_text().split() == ["--version"]
