@@ -99,9 +99,10 @@ class LocalExecutor(Executor):
             self._governor = govern_threads()
 
     def submit(self, step: StepInput) -> None:
-        self._launched.append(self.worker.launch(step))
-        if self._governor is not None:
-            self._governor.after_step()
+        if self._governor is None:
+            self._launched.append(self.worker.launch(step))
+        else:
+            self._launched.append(self._governor.run(lambda: self.worker.launch(step)))
 
     def collect(self) -> StepOutput:
         return self._launched.popleft().collect()
@@ -110,12 +111,13 @@ class LocalExecutor(Executor):
         self._launched.clear()
 
     def close(self) -> None:
-        if self._governor is not None:
-            self._governor.close()
         del self.worker
 
     def gauges(self) -> dict[str, float]:
-        return {"num_threads": torch.get_num_threads()} if self._is_on_cpu else {}
+        if not self._is_on_cpu:
+            return {}
+        governor = self._governor
+        return {"num_threads": torch.get_num_threads() if governor is None else governor.num_threads}
 
     @property
     def adaptable_modules(self) -> Mapping[str, AdaptableModule]:

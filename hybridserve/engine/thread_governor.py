@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from hybridserve.engine.threads import VARIABLE, limited_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+
+T = TypeVar("T")
 
 logger = logging.getLogger("hybridserve")
 
@@ -192,55 +193,56 @@ def govern_threads() -> ThreadGovernor | None:
 
 
 class ThreadGovernor:
-    """Sets torch's number of threads, for the thread that runs steps. Where somebody else sets it meanwhile,
-    that holds, and nothing is changed any more."""
+    """Runs steps with as many of torch's threads as get cores. In between there are as many as the user has
+    set: where that becomes another number, it holds, and nothing is changed any more."""
 
     def __init__(self, counters: SchedulerCounters) -> None:
         self._counters = counters
         self._decision = Decision(torch.get_num_threads())
-        self._thread = threading.get_ident()
         self._next = time.monotonic() + PERIOD
         self._decision.look(counters.read(self._next - PERIOD, with_idle=False))
         self._is_over = False
         self._was_told = False
 
-    def after_step(self) -> None:
-        """By the thread that ran it."""
+    @property
+    def num_threads(self) -> int:
+        """That the next step is run with."""
+        return torch.get_num_threads() if self._is_over else self._decision.num
+
+    def run(self, step: Callable[[], T]) -> T:
+        """What `step` returns; this thread's number is what it was again."""
+        most, num = self._decision.most, self._decision.num
+        self._is_over = self._is_over or torch.get_num_threads() != most
+        if self._is_over:
+            return step()
+        if num < most:
+            torch.set_num_threads(num)
+        try:
+            result = step()
+        finally:
+            if num < most:
+                torch.set_num_threads(most)
+        self._look()
+        return result
+
+    def _look(self) -> None:
         begin = time.monotonic()
-        if begin < self._next or self._is_over:
+        if begin < self._next:
             return
         decision, before = self._decision, self._decision.num
-        if self._is_overruled(before):
-            self._is_over = True
-            return
-        reading = self._counters.read(begin, with_idle=before < decision.most)
-        if decision.look(reading) != before:
-            torch.set_num_threads(decision.num)
+        if decision.look(self._counters.read(begin, with_idle=before < decision.most)) != before:
             self._tell(decision.num, before)
         end = time.monotonic()
         self._next = end + max(PERIOD, WORTH * (end - begin))
 
-    def close(self) -> None:
-        """Leave as many as there were."""
-        if not self._is_over and not self._is_overruled(self._decision.num):
-            torch.set_num_threads(self._decision.most)
-        self._is_over = True
-
-    def _is_overruled(self, num: int) -> bool:
-        """Another thread of this process than before is told first: torch's number is one a thread."""
-        if self._thread != (thread := threading.get_ident()):
-            self._thread = thread
-            torch.set_num_threads(num)
-        return torch.get_num_threads() != num
-
     def _tell(self, num: int, before: int) -> None:
         if not self._was_told:
             self._was_told = True
-            most = self._decision.most
-            logger.info(
+            # A warning, so that it is seen where no logging is set up, as in a server's engine.
+            logger.warning(
                 "other processes keep cores busy: kernels take %d of %d threads until they no longer do "
                 "(told once; the gauge num_threads has the number of each moment)",
-                *(num, most),
+                *(num, self._decision.most),
             )
         logger.debug("kernels take %d threads instead of %d", num, before)
 

@@ -198,7 +198,7 @@ static float soften(float scores[KEYS], int64_t from, int64_t to, float *maximum
   return decay;
 }
 
-/* `num` rows against one block. `position` is that of their first query's key, relative to the block. */
+/* `num` rows against one block. `positions` [num] are those of their own keys, relative to the block. */
 INLINE void attend_block(int num, int vecs, const Attention *a, const Block *block, const float *query, float *out,
                          int64_t padded, const int64_t *positions, float *maximum, float *total) {
   float scores[ROWS][KEYS], decay[ROWS];

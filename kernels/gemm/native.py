@@ -36,7 +36,7 @@ FUNCTIONS = {
 """What native.c has, by the types of arguments."""
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""The numbers that native.h and sums.h give to kinds of element."""
+"""The numbers that weights.h gives to kinds of element."""
 
 LARGEST = (1 << 14) - 1
 """The whole number that a row's largest magnitude becomes for a product with int8 codes; see integers.h."""

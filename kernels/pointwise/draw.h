@@ -111,16 +111,18 @@ static float smallest_kept(float *some, int64_t n, double wanted, int by_number)
   return float_of(found);
 }
 
-/* Where the sum of the weights up to and with an element exceeds `target`, or the last that is not zero. */
+/* Where the sum of the weights up to and with an element exceeds `target`. Added up one by one they may stay below what
+   blocks add up to: then the last of the block that is not zero, or of all. */
 static int64_t find(const float *weights, int64_t n, const double *sums, double target) {
   double before = 0;
-  int64_t from = 0, last = 0;
+  int64_t from = 0, last = -1;
   for (; from + BLOCK < n && before + sums[from / BLOCK] <= target; from += BLOCK) before += sums[from / BLOCK];
   for (int64_t i = from; i < min_i(n, from + BLOCK); i++) {
     before += weights[i];
     if (before > target) return i;
+    last = weights[i] > 0 ? i : last;
   }
-  for (int64_t i = 0; i < n; i++) last = weights[i] > 0 ? i : last; /* rounding has left no more than the target */
+  for (int64_t i = 0; last < from && i < from; i++) last = weights[i] > 0 ? i : last;
   return last;
 }
 

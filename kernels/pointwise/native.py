@@ -153,6 +153,11 @@ class Native(TorchNative):
         """Exponentials are within 2 units in the last place and are not divided by their sum; the sums that
         decide what is kept are float64's."""
         logits = _float32_rows(logits)
+        rows, uniform = _column(rows, torch.int64), _column(uniform, torch.float64)
+        temperature = _column(temperature, torch.float32)
+        min_p = None if min_p is None else _column(min_p, torch.float32)
+        top_k = None if top_k is None else _column(top_k, torch.int64)
+        top_p = None if top_p is None else _column(top_p, torch.float32)
         num_threads, size = torch.get_num_threads(), logits.shape[1]
         blocks = -(-size // DRAW_BLOCK)
         num_floats = num_threads * blocks * (2 * DRAW_BLOCK + 2)
@@ -173,6 +178,11 @@ class Native(TorchNative):
             num_threads,
         )
         return drawn
+
+
+def _column(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As C reads them: side by side."""
+    return numbers.to(dtype).contiguous()
 
 
 def _float32_rows(logits: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ at last a real engine beside real neighbours."""
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 import subprocess
 import sys
@@ -275,44 +274,52 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return advance
 
 
-def steps(governor: ThreadGovernor, clock: Callable[[float], None], seconds: float) -> None:
+def steps(governor: ThreadGovernor, clock: Callable[[float], None], seconds: float) -> int:
+    """How many threads the last one had."""
     for _ in range(round(seconds / 0.03)):
         clock(0.03)
-        governor.after_step()
+        num = governor.run(torch.get_num_threads)
+    return num
 
 
 def test_torch_is_told_and_the_log_once(
     two_threads: None, clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "hybridserve")
     counters = Scripted()
     governor = ThreadGovernor(counters)
-    steps(governor, clock, 1)
-    assert torch.get_num_threads() == 1
+    assert steps(governor, clock, 1) == 1
     assert counters.num_reads < 10  # not after every step
+    assert torch.get_num_threads() == 2  # between steps
+    assert governor.num_threads == 1
     counters.are_busy = False
-    steps(governor, clock, 0.5)
-    assert torch.get_num_threads() == 1
-    steps(governor, clock, 3)
-    assert torch.get_num_threads() == 2
+    assert steps(governor, clock, 0.5) == 1
+    assert steps(governor, clock, 3) == 2
     counters.are_busy = True
-    steps(governor, clock, 1)
-    assert torch.get_num_threads() == 1
+    assert steps(governor, clock, 1) == 1
     assert [record.message.partition(" until")[0] for record in caplog.records] == [
         "other processes keep cores busy: kernels take 1 of 2 threads"
     ]
-    governor.close()
-    assert torch.get_num_threads() == 2
 
 
 def test_who_sets_another_number_is_obeyed(two_threads: None, clock: Callable[[float], None]) -> None:
     governor = ThreadGovernor(Scripted())
-    steps(governor, clock, 1)
-    assert torch.get_num_threads() == 1
+    assert steps(governor, clock, 1) == 1
     torch.set_num_threads(3)
-    steps(governor, clock, 5)
-    governor.close()
-    assert torch.get_num_threads() == 3
+    assert steps(governor, clock, 5) == 3
+    assert governor.num_threads == 3
+
+
+def test_a_step_that_fails_leaves_the_number(two_threads: None, clock: Callable[[float], None]) -> None:
+    governor = ThreadGovernor(Scripted())
+    assert steps(governor, clock, 1) == 1
+
+    def fail() -> None:
+        raise RuntimeError("the step failed")
+
+    with pytest.raises(RuntimeError, match="the step failed"):
+        governor.run(fail)
+    assert torch.get_num_threads() == 2
+    assert governor.run(torch.get_num_threads) == 1
 
 
 def test_another_thread_may_run_steps(two_threads: None, clock: Callable[[float], None]) -> None:
@@ -321,19 +328,15 @@ def test_another_thread_may_run_steps(two_threads: None, clock: Callable[[float]
     seen = []
 
     def run() -> None:
-        torch.get_num_threads()  # what there was when this thread began
-        steps(governor, clock, 1)
+        seen.append(steps(governor, clock, 1))
         seen.append(torch.get_num_threads())
 
     for _ in range(2):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert seen == [1, 1]
-    steps(governor, clock, 1)
-    assert torch.get_num_threads() == 1
-    governor.close()
-    assert torch.get_num_threads() == 2
+    assert seen == [1, 2, 1, 2]
+    assert steps(governor, clock, 1) == 1
 
 
 def test_a_look_costs_a_thousandth(two_threads: None, clock: Callable[[float], None]) -> None:
@@ -345,7 +348,6 @@ def test_a_look_costs_a_thousandth(two_threads: None, clock: Callable[[float], N
     counters = Slow()
     governor = ThreadGovernor(counters)
     steps(governor, clock, 10)
-    governor.close()
     assert counters.num_reads <= 11
 
 
@@ -409,7 +411,7 @@ def test_an_engine_beside_busy_processes(
     def seconds(llm: LLM) -> float:
         """For a few tokens."""
         begin = time.monotonic()
-        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
         return time.monotonic() - begin
 
     with neighbours(2 * num_cores):
@@ -418,10 +420,10 @@ def test_an_engine_beside_busy_processes(
             while llm.stats()["num_threads"] > num_cores // 2:
                 assert time.monotonic() < deadline
                 seconds(llm)
-            governed = statistics.median(seconds(llm) for _ in range(5))
+            governed = statistics.median(seconds(llm) for _ in range(3))
         assert torch.get_num_threads() == num_cores
         monkeypatch.setenv(VARIABLE, f"{num_cores}")
         with LLM(str(tmp_path), max_num_seqs=2) as llm:
-            fixed = statistics.median(seconds(llm) for _ in range(5))
+            fixed = statistics.median(seconds(llm) for _ in range(3))
             assert llm.stats()["num_threads"] == num_cores
     assert 3 * governed < fixed

@@ -292,6 +292,26 @@ def test_nothing_to_draw(backend: PointwiseBackend) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_native_draws_read_columns_of_any_layout(native: Native) -> None:
+    logits, rows = torch.randn(4, 1000), torch.arange(4)
+    uniform = torch.tensor([0.1, 0.3, 0.5, 0.9], dtype=torch.float64)
+    expected = native.draw(logits, rows, torch.full((4,), 0.5), uniform)
+    for temperature in (torch.full((4,), 0.5, dtype=torch.float64), torch.tensor([0.5]).expand(4)):
+        assert torch.equal(native.draw(logits, rows, temperature, uniform), expected)
+    apart = torch.stack([uniform, torch.zeros_like(uniform)], dim=1)[:, 0]
+    assert torch.equal(native.draw(logits, rows.int(), torch.full((4,), 0.5), apart), expected)
+
+
+def test_native_draws_stay_in_the_block_that_reaches_the_target(native: Native) -> None:
+    """Whose weights, added up one by one, are lost beside the first: not the last of the vocabulary."""
+    logits = torch.full((1, 700), -torch.inf)
+    logits[0, 0], logits[0, 1:256], logits[0, 256] = 0.0, -37.0, 0.0
+    logits[0, 257:512], logits[0, 699] = -38.5, -60.0
+    half = torch.tensor([0.5], dtype=torch.float64)
+    drawn = native.draw(logits, torch.zeros(1, dtype=torch.int64), torch.ones(1), half)
+    assert drawn.item() < 257
+
+
 def test_native_draws_depend_on_their_row_alone(native: Native) -> None:
     """Uniform numbers as they come, and those on the edges: with any number of threads, and after larger
     vocabularies, which leave scratch of another size."""
