@@ -155,16 +155,23 @@ class DecodeGraph:
         """RuntimeError where a replay, from nothing, does not compute what the step does call by call, whose
         padding rows write their keys, values and states to the null slab."""
         assert self.logits is not None
-        seen = []
-        for run in (self.recorded, self.run):
-            clear()
-            self.logits.zero_()
-            null_slab.zero_()
-            run()
-            seen.append((self.logits.clone(), null_slab.clone()))
-        for what, mine, theirs in zip(("logits", "keys, values or states"), *seen, strict=True):
+        self._run_from_nothing(self.recorded, clear, null_slab)
+        expected = self.logits.clone(), null_slab.clone()
+        self._run_from_nothing(self.run, clear, null_slab)
+        for what, theirs, mine in zip(
+            ("logits", "keys, values or states"), expected, (self.logits, null_slab), strict=True
+        ):
             if not torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)):
                 raise RuntimeError(f"a step of {self.size} sequences, replayed, had other {what}")
+
+    def _run_from_nothing(
+        self, run: Callable[[], None], clear: Callable[[], None], null_slab: torch.Tensor
+    ) -> None:
+        assert self.logits is not None
+        clear()
+        self.logits.zero_()
+        null_slab.zero_()
+        run()
 
 
 class _HostColumns(NamedTuple):

@@ -356,6 +356,26 @@ def test_pieces_of_a_long_sequence(native: Native, head_dim: int, window: int | 
         assert torch.equal(Case([(0, total)], shape, 0).run_in_chunks(native, chunks, window), expected)
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("kv_heads", "is_shared"), [(1, True), (4, False)])
+def test_threads_share_one_sequence_s_pieces(
+    native: Native, monkeypatch: pytest.MonkeyPatch, kv_heads: int, is_shared: bool
+) -> None:
+    """Where there are fewer KV heads than threads; what a thread has of a piece lies in the scratch."""
+    given: list[torch.Tensor] = []
+
+    def poisoned(metadata: AttentionMetadata, group: int, head_dim: int) -> torch.Tensor | None:
+        scratch = _scratch(metadata, group, head_dim)
+        assert scratch is not None
+        given.append(scratch.fill_(torch.nan))
+        return scratch
+
+    monkeypatch.setattr("hybridserve.kernels.attention.native._scratch", poisoned)
+    torch.set_num_threads(2)
+    Case([(6 * PIECE, 1)], Shape(heads=4, kv_heads=kv_heads, head_dim=64, block_size=16), 0).run(native)
+    assert bool((~given[0].isnan()).any()) == is_shared
+
+
 def test_short_sequences_have_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scratch is made for them, nor for a thread alone."""
     short, long = (make_metadata([(context, 1)], [[1] * 200], 4) for context in (PIECE - 1, PIECE))

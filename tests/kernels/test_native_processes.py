@@ -218,6 +218,33 @@ def test_no_sanitizer_complains(tmp_path: Path, driver: str, build: str) -> None
     assert done.stdout.startswith("ok")
 
 
+FEWER_THREADS = """
+import torch
+from hybridserve.kernels import gemm, moe
+
+torch.use_deterministic_algorithms(True)  # results are NaN before they are written
+products, experts = gemm.Native(), moe.Native()
+weight, x = torch.randn(1000, 300), torch.randn(5, 300)
+packed = experts.pack(torch.randn(4, 256, 96), torch.randn(4, 96, 128))
+rows = torch.randn(50, 96)
+weights, ids = experts.route(torch.randn(50, 4), 2, renormalize=True)
+torch.set_num_threads(1)
+alone = products.linear(x, weight, None), experts.experts(rows, weights, ids, *packed)
+torch.set_num_threads(5)
+assert torch.equal(products.linear(x, weight, None), alone[0])
+assert torch.equal(experts.experts(rows, weights, ids, *packed), alone[1])
+"""
+
+
+@needs_compiler
+def test_fewer_threads_than_were_asked_for_do_all_the_work() -> None:
+    """A runtime may give fewer: what would have been the others' is done all the same."""
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", FEWER_THREADS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 
 
