@@ -122,7 +122,7 @@ class Decision:
         self._waiting_since = self._window = None
 
 
-class SchedulerCounters:
+class WaitCounters:
     """What Linux says of this process's threads and of the cores that it may use."""
 
     def __init__(
@@ -188,7 +188,7 @@ def govern_threads() -> ThreadGovernor | None:
     are to be, or the system does not tell."""
     if VARIABLE in os.environ or torch.get_num_threads() == 1:
         return None
-    counters = SchedulerCounters()
+    counters = WaitCounters()
     return ThreadGovernor(counters) if counters.are_told else None
 
 
@@ -196,7 +196,7 @@ class ThreadGovernor:
     """Runs steps with as many of torch's threads as get cores. In between there are as many as the user has
     set: where that becomes another number, it holds, and nothing is changed any more."""
 
-    def __init__(self, counters: SchedulerCounters) -> None:
+    def __init__(self, counters: WaitCounters) -> None:
         self._counters = counters
         self._decision = Decision(torch.get_num_threads())
         self._next = time.monotonic() + PERIOD

@@ -28,8 +28,8 @@ from hybridserve.engine.thread_governor import (
     SHORTEST,
     Decision,
     Reading,
-    SchedulerCounters,
     ThreadGovernor,
+    WaitCounters,
     govern_threads,
 )
 from hybridserve.engine.threads import VARIABLE
@@ -182,8 +182,8 @@ class System:
         lines = [f"cpu  1 2 3 {sum(idle)} 0 6 7 8 9 0", *cores, "intr 12 3 4", ""]
         (self.proc / "stat").write_text("\n".join(lines))
 
-    def counters(self, *cores: int) -> SchedulerCounters:
-        return SchedulerCounters(self.proc, self.groups, cores or (0, 1))
+    def counters(self, *cores: int) -> WaitCounters:
+        return WaitCounters(self.proc, self.groups, cores or (0, 1))
 
 
 def test_threads_that_end_take_nothing_away(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
 
 
 def test_this_system_tells() -> None:
-    counters = SchedulerCounters()
+    counters = WaitCounters()
     if not counters.are_told:
         pytest.skip("this system does not tell how long threads waited")
     first = counters.read(0.0, with_idle=True)
@@ -248,7 +248,7 @@ def test_this_system_tells() -> None:
 # who sets the number
 
 
-class Scripted(SchedulerCounters):
+class Scripted(WaitCounters):
     """Threads wait for half of a core, or nothing does."""
 
     def __init__(self) -> None:
@@ -354,11 +354,11 @@ def test_a_look_costs_a_thousandth(two_threads: None, clock: Callable[[float], N
 def test_nothing_is_done_where_the_user_says_how_many(
     monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:
-    monkeypatch.setattr(SchedulerCounters, "are_told", True)
+    monkeypatch.setattr(WaitCounters, "are_told", True)
     assert isinstance(govern_threads(), ThreadGovernor)
-    monkeypatch.setattr(SchedulerCounters, "are_told", False)
+    monkeypatch.setattr(WaitCounters, "are_told", False)
     assert govern_threads() is None
-    monkeypatch.setattr(SchedulerCounters, "are_told", True)
+    monkeypatch.setattr(WaitCounters, "are_told", True)
     torch.set_num_threads(1)
     assert govern_threads() is None
     torch.set_num_threads(2)
