@@ -85,8 +85,16 @@ def candidates(op: str) -> tuple[type[Backend], ...]:
 
 
 def sources(ops: Iterable[str], capabilities: Capabilities) -> set[Path]:
-    """The C sources of all backends of some operators."""
-    return {source for op in ops for backend in candidates(op) for source in backend.sources(capabilities)}
+    """The C sources of all backends of some operators but those that only who asks for them gets."""
+    tables = [candidates(op) for op in ops]
+    taken = {backend for table in tables for backend in table if _base(backend, table) is None}
+    return {source for backend in taken for source in backend.sources(capabilities)}
+
+
+def _base(backend: type[Backend], table: Sequence[type[Backend]]) -> type[Backend] | None:
+    """The preferred one that it is a variant of: it runs where that one runs, so "auto" never takes it."""
+    before = itertools.takewhile(lambda other: other is not backend, table)
+    return next((other for other in before if issubclass(backend, other)), None)
 
 
 def select(
@@ -99,7 +107,10 @@ def select(
     backend is never taken in its place.
     """
     table = candidates(op) if among is None else among
-    obstacles = {backend.name: backend.why_not(capabilities) for backend in table}
+    obstacles: dict[str, str | None] = {}
+    for backend in table:
+        base = _base(backend, table) if wanted == AUTO else None  # nothing is built for it then
+        obstacles[backend.name] = backend.why_not(capabilities) if base is None else obstacles[base.name]
     if wanted == EXACT:
         for backend in table:
             if capabilities.weights != "none" and backend.rounding and obstacles[backend.name] is None:

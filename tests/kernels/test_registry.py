@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridserve.kernels.attention import BACKENDS
-from hybridserve.kernels.registry import Backend, Capabilities, candidates, select
+from hybridserve.kernels.registry import Backend, Capabilities, candidates, select, sources
 
 CPU = Capabilities("cpu", "float32")
 
@@ -37,6 +37,32 @@ def test_auto_takes_the_first_that_runs() -> None:
     on_gpu = select("attention", "auto", Capabilities("cuda", "bfloat16"), TABLE)
     assert on_gpu.name == "fast"
     assert [name for name, _ in on_gpu.rejected] == ["plain", "slow"]
+
+
+def test_nothing_is_built_for_a_variant_that_nobody_asked_for() -> None:
+    """It runs where its base does; asking it would build what it runs."""
+    asked = []
+
+    class Built(Backend):
+        name = "built"
+
+        @classmethod
+        def why_not(cls, capabilities: Capabilities) -> str | None:
+            asked.append(cls.name)
+            return None if capabilities.device == "cpu" else "runs on CPUs only"
+
+    class Exact(Built):
+        name = "exact_built"
+
+    table = (Built, Exact, Plain)
+    choice = select("gemm", "auto", CPU, table)
+    assert (choice.name, asked) == ("built", ["built"])
+    assert choice.rejected[0] == ("exact_built", "built is preferred")
+    assert select("gemm", "auto", Capabilities("cuda", "float32"), table).name == "plain"
+    assert select("gemm", "exact_built", CPU, table).name == "exact_built"
+    assert "exact_built" in asked
+    names = {path.stem for path in sources(["gemm", "moe"], Capabilities("cpu", "float32", weights="int8"))}
+    assert names == {"native", "float32", "whole"}
 
 
 def test_a_named_backend_is_taken() -> None:
