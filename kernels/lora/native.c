@@ -1,7 +1,7 @@
 /* What adapters add to some rows: y += scale * B (A x) + bias + gain * (y - base bias), one call a projection.
 
-   Knows pointers and strides; the product that it is given knows how A x is summed. An item is rows of one adapter, at most CHUNK_ROWS of them;
-   items are divided among threads. A result is the same bits whatever other rows there are and whoever computes it: the
+   Knows pointers and strides; the product that it is given knows how A x is summed. An item is rows of one adapter,
+   at most CHUNK_ROWS of them; items are divided among threads. A result is the same bits whatever other rows there are and whoever computes it: the
    products of an output are added up one after the other, in the order of ranks. */
 
 #include "gemm/rows.h"
@@ -111,7 +111,7 @@ INLINE void fetch_strip(int kind, const pair *p, int64_t first) {
 }
 
 /* Outputs first to first + num, at most STRIP, of 1 or 2 rows: what becomes of their sums. */
-static void finish_tile(int num_rows, int y_kind, const pair *p, int64_t first, int64_t num,
+INLINE void finish_tile(int num_rows, int y_kind, const pair *p, int64_t first, int64_t num,
                         const vec sums[2][VECTORS], char *const rows[2], const float *base_bias) {
   for (int v = 0; v * LANES < num; v++)
     for (int m = 0; m < num_rows; m++)
@@ -133,8 +133,8 @@ INLINE void sum_tile(int num_rows, const pair *p, const float *strip, int64_t w_
   memcpy(out, sums, num_rows * sizeof *sums);
 }
 
-/* The same of all rows of an item. `wide` has room for a strip of B in float32. */
-static void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int64_t num, const operands *o,
+/* The same of all rows of an item. `wide` has room for a strip of B in float32; kinds are constants where it is inlined. */
+INLINE void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int64_t num, const operands *o,
                          const int64_t *rows, int64_t num_rows, const float *u, float *wide) {
   fetch_strip(kind, p, first + AHEAD * STRIP);
   const float *strip = (const float *)p->B + first;
@@ -161,10 +161,24 @@ static void expand_strip(int kind, int y_kind, const pair *p, int64_t first, int
   }
 }
 
+#define EXPAND(name, kind, y_kind)                                                                                   \
+  static NOINLINE void name(const pair *p, const operands *o, const int64_t *rows, int64_t num_rows, const float *u,  \
+                            float *wide) {                                                                            \
+    for (int64_t first = 0; first < p->num_outputs; first += STRIP)                                                   \
+      expand_strip(kind, y_kind, p, first, min_i(STRIP, p->num_outputs - first), o, rows, num_rows, u, wide);         \
+  }
+EXPAND(expand_floats, FLOAT32, FLOAT32)
+EXPAND(expand_halves_into_floats, BFLOAT16, FLOAT32)
+EXPAND(expand_halves, BFLOAT16, BFLOAT16)
+EXPAND(expand_floats_into_halves, FLOAT32, BFLOAT16)
+#undef EXPAND
+
 static void expand(int kind, int y_kind, const pair *p, const operands *o, const int64_t *rows, int64_t num_rows,
                    const float *u, float *wide) {
-  for (int64_t first = 0; first < p->num_outputs; first += STRIP)
-    expand_strip(kind, y_kind, p, first, min_i(STRIP, p->num_outputs - first), o, rows, num_rows, u, wide);
+  if (kind == FLOAT32)
+    (y_kind == FLOAT32 ? expand_floats : expand_floats_into_halves)(p, o, rows, num_rows, u, wide);
+  else
+    (y_kind == FLOAT32 ? expand_halves_into_floats : expand_halves)(p, o, rows, num_rows, u, wide);
 }
 
 /* --- rows of one adapter --- */
