@@ -199,7 +199,9 @@ static void run_moe(layout l, int64_t tokens, int64_t num_experts, int64_t k, in
     }
     for (int64_t h = 0; h < hidden; h++) {
       /* An activation on an edge is rounded one way here, the other way there. */
-      check("moe", at(y, t * hidden + h, kind), sum[h], kind, 1e-6 * size[h] + (limit ? (50 + size[h]) / limit : 0));
+      /* Sums of the sizes that 16 lanes ask for are large enough for rounding to grow with what is added up. */
+      const double added = LANES == 16 ? size[h] : 0;
+      check("moe", at(y, t * hidden + h, kind), sum[h], kind, 1e-6 * added + (limit ? (50 + added) / limit : 0));
     }
   }
   if (l.is_packed) free(up_given), free(down_given);
